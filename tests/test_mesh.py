@@ -69,6 +69,8 @@ def place(mesh, optimizer, params):
         ("adafactor", (1, 4, 2)),
         ("adafactor", (1, 1, 8)),
         ("adam", (2, 2, 2)),
+        ("muon", (2, 2, 2)),
+        ("schedule_free", (2, 2, 2)),
     ],
 )
 def test_sharded_updates_equal_unsharded(name, shape):

@@ -7,15 +7,17 @@ import optax
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.optimization.averages import gradient_point
 from meliad_like.optimization.optimizers import (
     OPTIMIZERS,
     Adafactor,
     Adam,
     Nesterov,
     OptimizerConfig,
+    ScheduleFree,
     applied_rate,
-    at_rates,
     make_optimizer,
+    orthogonal,
 )
 
 # Three steps of the reference's optimizers; of the results, the first 16 entries of the first axis.
@@ -110,7 +112,10 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["b"], [0.8], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name, removed", [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02), ("nag", 0.02 * 0.1)])
+@pytest.mark.parametrize(
+    "name, removed",
+    [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02), ("nag", 0.02 * 0.1), ("lion", 0.02 * 0.1 * 0.01)],
+)
 def test_weight_decay_spares_norms_and_biases(name, removed):
     params = {"kernel": jnp.full((2, 3), 2.0), "bias": jnp.full(3, 2.0)}
     updates = one_update(OPTIMIZERS[name](weight_decay=0.02), params, jax.tree.map(jnp.zeros_like, params))
@@ -120,15 +125,81 @@ def test_weight_decay_spares_norms_and_biases(name, removed):
 
 def test_a_factor_on_the_rate_of_some_parameters():
     params = {"a": {"b": jnp.full(3, 2.0)}, "c": jnp.ones(2), "d": jnp.ones(2)}
-    optimizer = make_optimizer(Adam(), lambda step: jnp.float32(0.1))
+    rate = lambda step: jnp.float32(0.1)  # noqa: E731
+    optimizer = make_optimizer(Adam(), rate)
 
     def updates(optimizer):
         return optimizer.update(params, optimizer.init(params), params)[0]
 
-    plain, changed = updates(optimizer), updates(at_rates(optimizer, {"a": 10.0, "c": 0.0}))
+    plain, changed = updates(optimizer), updates(make_optimizer(Adam(), rate, {"a": 10.0, "c": 0.0}))
     np.testing.assert_allclose(changed["a"]["b"], 10 * plain["a"]["b"], rtol=1e-6)
     np.testing.assert_array_equal(changed["c"], np.zeros(2))
     np.testing.assert_array_equal(changed["d"], plain["d"])
+
+
+def averages_and_points(optimizer, steps: int):
+    """What an optimizer with an average does with a quadratic's gradients: the averages, and where gradients are."""
+    params = {"kernel": jnp.asarray([[1.0, -2.0], [3.0, 0.5]])}
+    state, averages, points = optimizer.init(params), [], []
+    for _ in range(steps):
+        points.append(gradient_point(params, state)["kernel"])
+        updates, state = optimizer.update({"kernel": points[-1] - 1}, state, params)
+        params = optax.apply_updates(params, updates)
+        averages.append(params["kernel"])
+    return averages, points, state
+
+
+def test_schedule_free_is_optaxs():
+    config = ScheduleFree(weight_decay=0.1)
+    averages, points, _ = averages_and_points(make_optimizer(config, lambda step: jnp.float32(0.2)), 5)
+    adam = optax.adamw(0.01, 0.0, config.second_decay, config.epsilon, weight_decay=0.1)
+    optimizer = optax.contrib.schedule_free(adam, 0.01, b1=0.9)
+    params = {"kernel": points[0]}
+    state = optimizer.init(params)
+    for average, point in zip(averages, points):
+        np.testing.assert_allclose(params["kernel"], point, rtol=1e-6)
+        updates, state = optimizer.update({"kernel": params["kernel"] - 1}, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(optax.contrib.schedule_free_eval_params(state, params)["kernel"], average, rtol=2e-6)
+
+
+def test_averages_by_hand():
+    """Each step's parameters count with the square of the rate, or with a power of the decay."""
+    rates = np.array([0.0, 0.1, 0.2, 0.2])
+    schedule_free = make_optimizer(ScheduleFree(base_rate=1.0), lambda step: jnp.asarray(rates)[step])
+    averages, points, state = averages_and_points(schedule_free, 4)
+    np.testing.assert_array_equal(averages[0], points[0])
+    np.testing.assert_allclose(state.total, sum(rates**2), rtol=1e-6)
+    # Where the gradient was computed: 0.9 of the average and 0.1 of the parameters that are moved.
+    moved = [10 * (point - 0.9 * average) for point, average in zip(points[1:], averages)]
+    np.testing.assert_allclose(averages[2], 0.2 * moved[1] + 0.8 * moved[2], rtol=1e-5)
+
+    averages, points, state = averages_and_points(make_optimizer(Adam(average_decay=0.5), lambda step: 1.0), 3)
+    one, two, three = *points[1:], state.trained["kernel"]
+    np.testing.assert_allclose(averages[2], (0.25 * one + 0.5 * two + three) / 1.75, rtol=1e-6)
+
+
+def test_muon_makes_matrices_orthogonal():
+    generator = np.random.default_rng(0)
+    shapes = [(24, 16), (16, 24), (24, 16), (4, 4)]
+    updates = {str(i): jnp.asarray(generator.normal(size=shape), jnp.float32) for i, shape in enumerate(shapes)}
+    together = orthogonal(updates)
+    for name, update in updates.items():
+        left, _, right = np.linalg.svd(update, full_matrices=False)
+        singular = np.diag(left.T @ np.asarray(together[name]) @ right.T) / (0.2 * max(update.shape) ** 0.5)
+        assert 0.6 < singular.min() and singular.max() < 1.25
+        np.testing.assert_allclose(together[name], orthogonal({name: update})[name], rtol=1e-4, atol=1e-5)
+
+
+def test_muon_is_for_kernels_and_adamw_for_the_rest():
+    params = {"embedding": jnp.ones((4, 4)), "layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(4)}}
+    gradients = jax.tree.map(lambda param: jnp.asarray(np.random.default_rng(1).normal(size=param.shape)), params)
+    muon, adamw = (one_update(OPTIMIZERS[name](), params, gradients) for name in ("muon", "adamw"))
+    np.testing.assert_array_equal(muon["embedding"], adamw["embedding"])
+    np.testing.assert_array_equal(muon["layer"]["bias"], adamw["layer"]["bias"])
+    rate = 0.1 * 0.05
+    expected = -rate * (orthogonal(gradients["layer"]["kernel"]) + 0.1)
+    np.testing.assert_allclose(muon["layer"]["kernel"], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_applied_rate_has_the_optimizers_factor():
@@ -144,6 +215,7 @@ def test_applied_rate_has_the_optimizers_factor():
         ({"base_rate": 0.0}, "base_rate=0.0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"average_decay": 1.0}, "average_decay=1.0"),
     ],
 )
 def test_wrong_fields_are_named(fields, message):

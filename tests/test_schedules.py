@@ -10,6 +10,7 @@ from meliad_like.optimization.schedules import (
     CosineAfterWarmupSchedule,
     CosineSchedule,
     ScheduleConfig,
+    WarmupStableDecaySchedule,
     make_schedule,
 )
 
@@ -55,6 +56,12 @@ def test_the_shortformers_schedule_is_fairseqs():
     used = arrays["updates"] < 286_000
     assert used.sum() == 9
     np.testing.assert_allclose(schedule(arrays["updates"][used]), arrays["lr"][used], rtol=2e-6)
+
+
+def test_warmup_stable_decay():
+    config = WarmupStableDecaySchedule(warmup_steps=10, max_rate=0.4, min_rate=0.1, decay_steps=20)
+    rates = make_schedule(config, 100)(np.array([0, 5, 10, 80, 90, 100, 150]))
+    np.testing.assert_allclose(rates, [0, 0.2, 0.4, 0.4, 0.25, 0.1, 0.1], rtol=1e-6)
 
 
 def test_the_wave_after_the_warmup_ends_at_the_lowest_rate():

@@ -12,6 +12,7 @@ from fake_split import FakeSplit
 from meliad_like import config
 from meliad_like.data.readers import LanesReader
 from meliad_like.models.model import Model
+from meliad_like.optimization.averages import with_average
 from meliad_like.training.step import Objective, Sums, TrainState, init_state, make_step, make_train_step
 
 RUN = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"], ["DecoderConfig.num_layers = 2"])
@@ -88,6 +89,39 @@ def test_the_step_is_gradient_descent_on_the_sum_over_targets_by_positions_of_th
 
     summed = jax.tree.map(jnp.add, movement(half), movement(other_half))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), summed, movement(batch))
+
+
+def test_the_z_loss_is_not_in_the_metrics(fresh, batches):
+    """Its gradient is that of the squared logarithms of the softmax's sums, over the positions of the batch."""
+    batch = batches[0]
+    (plain, before), (changed, metrics) = train_step(fresh, batch), train_step(fresh, batch, z_loss=0.5)
+    assert metrics.loss == before.loss and metrics.gradient_norm != before.gradient_norm
+
+    def squares(params):
+        module, dropout_key = MODEL.bind(params), jax.random.fold_in(jax.random.key(RUN.training.seed), 0)
+        hidden, _ = module(batch.inputs, fresh.carry, batch.start, dropout_key)
+        log_sums = jax.nn.logsumexp(module.logits(hidden), axis=-1)
+        return 0.5 * jnp.sum(jnp.where(batch.loss_mask, log_sums, 0) ** 2) / batch.inputs.size
+
+    def check(new, old, gradient):
+        np.testing.assert_allclose(new - old, -0.1 * gradient, rtol=1e-4, atol=1e-6)
+
+    jax.tree.map(check, changed.params, plain.params, jax.jit(jax.grad(squares))(fresh.params))
+
+
+def test_gradients_are_computed_at_the_parameters_that_the_optimizer_moves(fresh, batches):
+    """The average is in their place in the state; after one step it is equal to them."""
+    optimizer = with_average(OPTIMIZER, decay=0.9)
+    step = jax.jit(make_train_step(MODEL, optimizer, RUN.training))
+    averaged, plain = fresh._replace(optimizer_state=optimizer.init(fresh.params)), fresh
+    for batch in batches[:3]:
+        (averaged, _), (plain, _) = step(averaged, batch), train_step(plain, batch)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            averaged.optimizer_state.trained,
+            plain.params,
+        )
+    assert optax.tree.norm(optax.tree.sub(averaged.params, plain.params)) > 1e-3
 
 
 def test_tokens_that_do_not_count_change_nothing(fresh, batches):

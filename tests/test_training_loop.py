@@ -176,6 +176,25 @@ def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, str
     assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
 
 
+def test_a_run_with_an_average_resumes_and_begins_with_other_parameters(bindings, straight, tmp_path):
+    changes = (
+        "RunConfig.optimizer = 'schedule_free'",
+        "RunConfig.schedule = 'constant'",
+        "TrainingConfig.z_loss = 1e-3",
+    )
+    bindings = [binding for binding in bindings if not binding.startswith("Adafactor.")]
+    run = parse(bindings, *changes, "TrainingConfig.num_steps = 12")
+    assert train(run, tmp_path / "whole") == 0
+    for steps in (7, 12):
+        assert train(parse(bindings, *changes, f"TrainingConfig.num_steps = {steps}"), tmp_path / "parts") == 0
+    averaging = set_up(run)
+    states = [read_state(averaging, tmp_path / name, 12) for name in ("whole", "parts")]
+    assert_same_bits(*states)
+    with Checkpoints(tmp_path / "fresh") as checkpoints:
+        state = starting_state(averaging, checkpoints, str(straight))
+    assert_same_bits(state.optimizer_state.trained, state.params)
+
+
 def test_going_on_with_another_mesh(bindings, setup, stopped, tmp_path):
     run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.tensor = 2")
     other = set_up(run)

@@ -37,6 +37,9 @@ class TrainingConfig:
     dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
     """Tokens of a lane whose logits exist at once."""
+    z_loss: float = 0.0
+    """Factor of an additional loss, the squared logarithm of the softmax's sum, which keeps logits small (Chowdhery et
+    al. 2022, section 5). Metrics show the loss without it."""
     nonfinite: Literal["stop", "skip"] = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
     """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
     has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
@@ -75,7 +78,7 @@ class TrainingConfig:
         counts = ("num_steps", "gradient_accumulation", "loss_slice", "max_consecutive_skips")
         check_positive(self, (*counts, "log_every", "checkpoints_kept"))
         periods = ("evaluate_every", "checkpoint_every", "checkpoint_keep_every", "sample_every")
-        check_not_negative(self, (*periods, "sample_tokens"))
+        check_not_negative(self, (*periods, "sample_tokens", "z_loss"))
 
 
 @dataclass(frozen=True)

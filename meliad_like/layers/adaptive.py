@@ -136,7 +136,7 @@ class AdaptiveVocabulary(nnx.Module):
             of_target, of_best = self._score_needed(i, needed, piece, hidden, index, keys[i])
             target = target + jnp.where(inside, of_target, 0.0)
             best = jnp.maximum(best, jnp.where(needed, jax.lax.stop_gradient(cluster + of_best), -jnp.inf))
-        return TokenLosses(-target, target >= best)
+        return TokenLosses(-target, target >= best, None)
 
     def _head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch s"]:
         """Log-probabilities of the first band's words, and of the cluster of each other band."""

@@ -19,6 +19,8 @@ class TokenLosses(NamedTuple):
     """The negative log-probability of each target in nats, float32."""
     correct: Bool[Array, "b n"]
     """Whether no token was more likely than the target."""
+    log_sums: Float[Array, "b n"] | None
+    """The logarithm of each softmax's sum, float32; None: the softmax is a product of several."""
 
 
 @jax.named_scope("loss")
@@ -51,7 +53,8 @@ def token_losses(
         highest = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), SOFTMAX)
         total = checkpoint_name(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1), SOFTMAX)
         # On a CPU argmax takes many times as long as the maximum, which the softmax needs in any case.
-        return TokenLosses(jnp.log(total) + highest - target_logits, target_logits >= highest)
+        log_sums = jnp.log(total) + highest
+        return TokenLosses(log_sums - target_logits, target_logits >= highest, log_sums)
 
     return in_slices(losses, divisor(hidden.shape[1], slice_length), hidden, targets)
 

@@ -1,4 +1,4 @@
-"""Configs of the optimizers, which are optax's except for `nag`, and the scale of the gradient that they receive.
+"""Configs of the optimizers, most of them optax's, and the scale of the gradient that they receive.
 
 The objective is the sum of the losses over the tokens divided by the constant number of positions in a batch (see
 `training/step.py`), so its gradient is nearly that of the mean. Adafactor divides the gradient by its own running size,
@@ -6,15 +6,18 @@ so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` 
 factor: if a batch has padding, the step of `nag` is smaller than fairseq's, which divides by the number of targets.
 """
 
-from collections.abc import Mapping, Set
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from meliad_like.errors import UserError
+from meliad_like.optimization.averages import with_average
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_not_negative, check_shares
 
@@ -31,14 +34,22 @@ class OptimizerConfig:
     """The share of a parameter that a step removes, times the learning rate. Norms and biases have none."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
+    average_decay: float = 0.0
+    """Decay per step of a running average of the parameters, which evaluation, samples and all readers of checkpoints
+    then get in the place of the last parameters; 0: no average."""
 
     def __post_init__(self):
         check_above_zero(self, ("base_rate", "clip_norm"))
         check_not_negative(self, ("weight_decay",))
+        check_shares(self, ("average_decay",))
 
     def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
         """The optimizer at this learning rate, without clipping."""
         raise NotImplementedError
+
+    def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
+        """`optimizer` with the average of the parameters."""
+        return with_average(optimizer, decay=self.average_decay) if self.average_decay else optimizer
 
 
 @OPTIMIZERS.register("adafactor")
@@ -74,7 +85,7 @@ class Adafactor(OptimizerConfig):
 
 @OPTIMIZERS.register("adam")
 class Adam(OptimizerConfig):
-    """AdamW."""
+    """AdamW with the reference's settings."""
 
     base_rate: float = 0.05
     weight_decay: float = 1e-4
@@ -94,6 +105,105 @@ class Adam(OptimizerConfig):
         return optax.adamw(
             rate, self.first_decay, self.second_decay, self.epsilon, weight_decay=self.weight_decay, mask=decayed
         )
+
+
+@OPTIMIZERS.register("adamw")
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter 2019) with settings that are common for language models."""
+
+    weight_decay: float = 0.1
+    second_decay: float = 0.95
+
+
+@OPTIMIZERS.register("schedule_free")
+class ScheduleFree(AdamW):
+    """Schedule-free AdamW (Defazio et al. 2024, algorithm 1), whose evaluated parameters are an average with weights
+    that grow with the square of the rate. It needs no decay of the rate, only a warmup."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.average_decay:
+            raise UserError(
+                f"average_decay={self.average_decay}: the schedule_free optimizer has an average of its own"
+            )
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        return Adam.transformation(dataclasses.replace(self, first_decay=0.0), rate)
+
+    def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
+        return with_average(optimizer, interpolation=self.first_decay, weight=lambda count: rate(count) ** 2)
+
+
+@OPTIMIZERS.register("lion")
+class Lion(OptimizerConfig):
+    """Lion (Chen et al. 2023), whose updates are signs: its rate is a fraction of AdamW's, its decay a multiple."""
+
+    base_rate: float = 0.01
+    weight_decay: float = 0.5
+    first_decay: float = 0.9
+    """The momentum's share in an update."""
+    second_decay: float = 0.99
+    """Decay of the momentum."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, ("first_decay", "second_decay"))
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.lion(rate, self.first_decay, self.second_decay, weight_decay=self.weight_decay, mask=decayed)
+
+
+@OPTIMIZERS.register("muon")
+class Muon(AdamW):
+    """Muon (Jordan et al. 2024) for the matrices named `kernel`, and AdamW for all other parameters. The updates of the
+    matrices have the size of AdamW's (Liu et al. 2025, section 2.2), so that both have one rate and one decay."""
+
+    momentum: float = 0.95
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, ("momentum",))
+
+    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        muon = optax.chain(
+            optax.trace(self.momentum, nesterov=True),
+            optax.stateless(lambda updates, _: orthogonal(updates)),
+            optax.add_decayed_weights(self.weight_decay),
+            optax.scale_by_learning_rate(rate),
+        )
+
+        def kind(path, param) -> str:
+            return "muon" if param.ndim == 2 and jax.tree_util.keystr(path[-1:], simple=True) == "kernel" else "adamw"
+
+        kinds = {"muon": muon, "adamw": super().transformation(rate)}
+        return optax.partition(kinds, lambda params: jax.tree.map_with_path(kind, params))
+
+
+def orthogonal(updates: Any) -> Any:
+    """Replaces the singular values of each matrix `[m, n]` of a tree by numbers near 0.2 sqrt(max(m, n)).
+
+    Five steps of the quintic Newton-Schulz iteration of Muon map them into 0.7 to 1.2; then the root mean square of the
+    entries is about 0.2. Matrices of equal shape are computed together, so that they are compiled once.
+    """
+
+    def by_iteration(x: Float[Array, "g m n"]) -> Float[Array, "g m n"]:
+        x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+        for _ in range(5):
+            square = jnp.einsum("gmn,gkn->gmk", x, x)
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        return x
+
+    leaves, structure = jax.tree.flatten(updates)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(leaf.shape, []).append(i)
+    for (m, n), members in groups.items():
+        stacked = jnp.stack([leaves[i] for i in members])
+        # The smaller side comes first, so that the squares are small.
+        result = by_iteration(stacked) if m <= n else by_iteration(stacked.mT).mT
+        for i, matrix in zip(members, result * (0.2 * max(m, n) ** 0.5), strict=True):
+            leaves[i] = matrix
+    return jax.tree.unflatten(structure, leaves)
 
 
 class NesterovState(NamedTuple):
@@ -142,13 +252,19 @@ def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Sch
     return lambda step: config.base_rate * schedule(step)
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, factors: Mapping[str, float] | None = None
+) -> optax.GradientTransformation:
     """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates. The
-    first update uses the schedule's rate of step 0, which with a warmup is 0."""
-    optimizer = config.transformation(applied_rate(config, schedule))
-    if config.clip_norm is None:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    first update uses the schedule's rate of step 0, which with a warmup is 0.
+
+    `factors` multiply the updates of the parameters whose path begins with a name; those of 0 stay fixed.
+    """
+    rate = applied_rate(config, schedule)
+    optimizer = config.transformation(rate)
+    if config.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return config.averaged(_at_rates(optimizer, factors or {}), rate)
 
 
 def decayed(params: Any) -> Any:
@@ -156,24 +272,21 @@ def decayed(params: Any) -> Any:
     return jax.tree.map(lambda param: param.ndim >= 2, params)
 
 
-def leave_fixed(optimizer: optax.GradientTransformation, fixed: Set[str]) -> optax.GradientTransformation:
-    """`optimizer` without the parameters whose path begins with one of these names, for which it has no state."""
-
-    def labels(params):
-        return {name: "fixed" if name in fixed else "trained" for name in params}
-
-    return optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
-
-
-def at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """`optimizer` with a factor on the updates of the parameters whose path begins with a name; 0 leaves them fixed."""
+def _at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
     if fixed := {name for name, factor in factors.items() if not factor}:
-        optimizer = leave_fixed(optimizer, fixed)
+        trained = optimizer
+
+        def labels(params):
+            return {name: "fixed" if name in fixed else "trained" for name in params}
+
+        optimizer = optax.partition({"trained": trained, "fixed": optax.set_to_zero()}, labels)
+    if fixed == set(factors):
+        return optimizer
 
     def scale(updates, _):
         return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
 
-    return optax.chain(optimizer, optax.stateless(scale)) if factors else optimizer
+    return optax.chain(optimizer, optax.stateless(scale))
 
 
 def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformation:

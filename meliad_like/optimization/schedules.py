@@ -15,7 +15,7 @@ from optax import Schedule
 
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry
-from meliad_like.validation import check_above_zero, check_not_negative
+from meliad_like.validation import check_above_zero, check_not_negative, check_positive
 
 # The inverse square roots would be infinite at step 0.
 FIRST_STEP_OF_INVERSE_SQUARE_ROOT = 100
@@ -125,6 +125,22 @@ class LinearSchedule(DecayingScheduleConfig):
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         return self._after(length, step, self.max_rate - (self.max_rate - self.min_rate) * step / length)
+
+
+@SCHEDULES.register("warmup_stable_decay")
+class WarmupStableDecaySchedule(DecayingScheduleConfig):
+    """max_rate, then in the last decay_steps a line to min_rate, which later steps keep (Hu et al. 2024, section 4)."""
+
+    decay_steps: int = 1000
+    """The length of the line, in steps."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, ("decay_steps",))
+
+    def base_rate(self, length: int, step: jax.Array) -> jax.Array:
+        left = jnp.clip((length - step) / self.decay_steps, 0, 1)
+        return self.min_rate + left * (self.max_rate - self.min_rate)
 
 
 @SCHEDULES.register("exponential")

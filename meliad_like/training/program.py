@@ -21,7 +21,7 @@ from meliad_like.mesh import (
     replicated,
 )
 from meliad_like.models.model import Model
-from meliad_like.optimization.optimizers import at_rates, make_optimizer
+from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.step import TrainState, init_state, make_train_step
 
@@ -59,8 +59,8 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
             f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
             f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
         )
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
-    optimizer = at_rates(optimizer, model.rate_factors)
+    schedule = make_schedule(run.schedule, run.training.num_steps)
+    optimizer = make_optimizer(run.optimizer, schedule, model.rate_factors)
     return lay_out(
         model,
         mesh,

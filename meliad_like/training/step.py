@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
+from meliad_like.errors import UserError
 from meliad_like.layers.backend import takes_norm_of_updates_first
 from meliad_like.models.model import Model
+from meliad_like.optimization.averages import gradient_point
 
 
 class TrainState(NamedTuple):
@@ -23,6 +25,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """The number of steps done, including skipped steps."""
     params: Any
+    """What is evaluated; the optimizer may compute gradients at others (`optimization/averages.py`)."""
     optimizer_state: Any
     carry: Any
     num_skipped: Int[Array, ""]
@@ -86,8 +89,9 @@ class Objective(NamedTuple):
     """(params, number of lanes) -> the carry of the lanes before their first batch."""
 
 
-def language_model(model: Model, loss_slice: int) -> Objective:
+def language_model(model: Model, loss_slice: int, z_loss: float = 0.0) -> Objective:
     """The objective of a language model: the sum of the losses that count, over the number of positions in a batch.
+    `z_loss` is the factor on the squares of the logarithms of their softmax's sums, which the loss in metrics lacks.
 
     A token has the same weight in every step, as in the reference, whose objective is the sum. For an optimizer with
     momentum, the mean over the tokens would be another objective when the amount of padding varies.
@@ -99,7 +103,12 @@ def language_model(model: Model, loss_slice: int) -> Objective:
         )
         nats = jnp.where(batch.loss_mask, losses.nats, 0.0)
         sums = Sums(jnp.sum(nats), jnp.sum(losses.correct & batch.loss_mask), jnp.sum(batch.loss_mask))
-        return sums.loss, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
+        objective = sums.loss
+        if z_loss:
+            if losses.log_sums is None:
+                raise UserError("TrainingConfig.z_loss needs a model with one softmax: this one's is adaptive")
+            objective += z_loss * jnp.sum(jnp.where(batch.loss_mask, losses.log_sums, 0.0) ** 2)
+        return objective, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
 
     return Objective(
         differentiable, lambda batch: batch.inputs.size, lambda params, lanes: model.bind(params).init_carry(lanes)
@@ -110,7 +119,7 @@ def make_train_step(
     model: Model, optimizer: optax.GradientTransformation, config: TrainingConfig
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The training step of a language model, as a function to be jitted."""
-    return make_step(language_model(model, config.loss_slice), optimizer, config)
+    return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config)
 
 
 def make_step(
@@ -122,7 +131,8 @@ def make_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
-        gradient, (sums, carry, lane_finite) = differentiate(state.params, state.carry, batch, dropout_key)
+        point = gradient_point(state.params, state.optimizer_state)
+        gradient, (sums, carry, lane_finite) = differentiate(point, state.carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)

@@ -37,7 +37,7 @@ from meliad_like.history.selectors.inputs import (
 from meliad_like.history.selectors.model import Params, Selector
 from meliad_like.history.selectors.scorer import FILE_NAME, save_encoder, selector_metadata
 from meliad_like.mesh import lane_sharding, lane_shards
-from meliad_like.optimization.optimizers import leave_fixed, make_optimizer
+from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.registry import bound_fields, bound_values
 from meliad_like.resumable import check_same, read_json, write_json
 from meliad_like.run.opening import save_vocabulary
@@ -185,8 +185,8 @@ class SelectorTraining:
                 f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} "
                 "devices that share a batch"
             )
-        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0))
-        optimizer = leave_fixed(optimizer, selector.fixed_parameters)
+        fixed = dict.fromkeys(selector.fixed_parameters, 0.0)
+        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0), fixed)
 
         def init(key) -> TrainState:
             params, count = selector.init(key), jnp.zeros((), jnp.int32)

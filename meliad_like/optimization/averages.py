@@ -1,0 +1,79 @@
+"""An average of the parameters during training, which everything that reads a model gets in their place.
+
+The parameters of a training state are then the average. The parameters that the optimizer moves are in its state.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Averaged:
+    """The state of an optimizer with an average of the parameters."""
+
+    optimizer_state: Any
+    trained: Any
+    """The parameters that the optimizer moves, a tree like those of the model."""
+    total: Float[Array, ""]
+    """The weight of the average."""
+    count: Int[Array, ""]
+    """The number of updates so far."""
+    interpolation: float = field(metadata={"static": True})
+    """The average's share in the parameters at which gradients are computed."""
+
+
+def with_average(
+    optimizer: optax.GradientTransformation,
+    *,
+    decay: float = 1.0,
+    interpolation: float = 0.0,
+    weight: Callable[[Int[Array, ""]], Any] = jnp.ones_like,
+) -> optax.GradientTransformation:
+    """`optimizer` with an average of its parameters after each update, whose initial values don't count.
+
+    Args:
+      decay: factor on the weights of all earlier parameters.
+      interpolation: see `Averaged`.
+      weight: the number of updates before -> the weight of the parameters after this one.
+    """
+
+    def init(params):
+        trained = jax.tree.map(jnp.copy, params)
+        zero = jnp.zeros((), jnp.int32)
+        return Averaged(optimizer.init(params), trained, jnp.zeros(()), zero, interpolation)
+
+    def update(gradient, state: Averaged, params):
+        at = gradient_point(params, state)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, at)
+        trained = optax.apply_updates(state.trained, updates)
+        total = decay * state.total + weight(state.count)
+        # A warmup begins with a rate, and so with a weight, of 0.
+        share = jnp.where(total > 0, weight(state.count) / total, 0.0)
+        changes = jax.tree.map(lambda average, new: share * (new - average), params, trained)
+        return changes, Averaged(optimizer_state, trained, total, state.count + 1, interpolation)
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional
+
+
+def gradient_point(params: Any, optimizer_state: Any) -> Any:
+    """The parameters at which a step computes its gradient: those of the state, if it has no average."""
+    if not isinstance(optimizer_state, Averaged):
+        return params
+    share = optimizer_state.interpolation
+    if not share:
+        return optimizer_state.trained
+    return jax.tree.map(lambda new, average: new + share * (average - new), optimizer_state.trained, params)
+
+
+def begin_at(params: Any, optimizer_state: Any) -> Any:
+    """The state of an optimizer before its first update, for other parameters than those that it was made with."""
+    if not isinstance(optimizer_state, Averaged):
+        return optimizer_state
+    return replace(optimizer_state, trained=jax.tree.map(jnp.copy, params))
