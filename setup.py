@@ -20,7 +20,7 @@ setup(
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
-        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: {version}" for version in ("3", "3.11", "3.12", "3.13", "3.14")),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -41,6 +41,11 @@ find_python() {
     stop "$found Python 3.11 or newer; install one and name it: PYTHON=/path/to/python3.12"
 }
 
+# The file of the tested versions of all requirements for the Python of .venv.
+constraints() {
+    .venv/bin/python -c 'import sys; print("constraints.txt" if sys.version_info < (3, 12) else "constraints-3.12.txt")'
+}
+
 make_environment() {
     local python
     python="$(find_python)"
@@ -78,7 +83,8 @@ set_up_environment() {
     say "Installing the requirements of setup.py and requirements.txt into .venv (minutes the first time)"
     touch .venv/unfinished
     trap 'interrupted=yes' INT
-    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"; then
+    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$(constraints)" \
+        --editable ".[$extra]"; then
         [[ -z "$interrupted" ]] || stop "interrupted during the installation; the same command begins it afresh"
         rm .venv/unfinished
         stop "pip could not install, for the reason above; fix it and run this again"

@@ -14,7 +14,7 @@ create+=(${create_flags[@]+"${create_flags[@]}"})
 # when ssh fails ten times.
 on_slice() { tpus tpu-vm ssh "$name" --worker="$1" --command="mkdir -p meliad_like && cd meliad_like && $2"; }
 
-code=(launch gin meliad_like setup.py requirements.txt pyproject.toml MANIFEST.in README.md)
+code=(launch gin meliad_like setup.py requirements.txt constraints.txt constraints-3.12.txt pyproject.toml MANIFEST.in README.md)
 worker() { quote bash launch/tpu_worker.sh "$@"; }
 
 pack() { execute mkdir -p "$1" && execute tar -czhf "$1/code.tgz" --exclude=__pycache__ "${code[@]}"; }

@@ -18,7 +18,15 @@ def make_checkout(folder: Path, python: str = REAL_PYTHON, extra: str = "base") 
     """A checkout, with a space in its name, with `extra` installed: `python` is the text of its interpreter."""
     checkout = folder / "a checkout"
     (checkout / ".venv" / "bin").mkdir(parents=True)
-    files = ("setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "README.md")
+    files = (
+        "setup.py",
+        "requirements.txt",
+        "constraints.txt",
+        "constraints-3.12.txt",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+    )
     for name in ("launch", "gin", "meliad_like", *files):
         (checkout / name).symlink_to(ROOT / name)
     interpreter = checkout / ".venv" / "bin" / "python"

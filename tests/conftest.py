@@ -59,7 +59,16 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     """The source distribution, and the wheel that is made from it."""
     folder = tmp_path_factory.mktemp("built")
     # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
-    tracked = ["setup.py", "requirements.txt", "constraints.txt", "pyproject.toml", "MANIFEST.in", "meliad_like", "gin"]
+    tracked = [
+        "setup.py",
+        "requirements.txt",
+        "constraints.txt",
+        "constraints-3.12.txt",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "meliad_like",
+        "gin",
+    ]
     tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
     source = folder / "source"
     source.mkdir()
