@@ -178,5 +178,6 @@ def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, car
 
     tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))
     (now, disturbed), losses = jax.lax.scan(read, (carries.now, changed), (*tokens, batch.start.T, whole.T))
-    nats, correct = (rearrange(x, "c b w -> b (c w)") for x in losses)
-    return Carries(disturbed, now, undisturbed), Losses(nats, correct, batch.loss_mask, batch.document, batch.position)
+    losses = jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses)
+    counted = batch.loss_mask, batch.document, batch.position
+    return Carries(disturbed, now, undisturbed), Losses(losses.nats, losses.correct, *counted)
