@@ -32,6 +32,7 @@ setup(
     package_data={
         "meliad_like": ["py.typed"],
         "meliad_like.gin_files": ["**/*.gin"],
+        "meliad_like.conversion": ["*.csv", "*.toml"],
         "meliad_like.experiments.tables": ["*.csv", "*.gin"],
         "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
         "meliad_like.history": ["templates/*.html"],

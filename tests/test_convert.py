@@ -14,10 +14,7 @@ from decoders import recurrent
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.meliad import (
-    _LAYER,
-    _NEW_LAYER,
-    _NEW_TOP,
-    _TOP,
+    NAMES,
     convert_from_meliad,
     convert_to_meliad,
     from_meliad,
@@ -129,12 +126,10 @@ def test_what_the_newer_stack_lacks(changes, message, tmp_path):
 def test_the_newer_stack_without_biases_is_read(tmp_path):
     """Its names decide, not the biases."""
     config = config_of("slide")
-    within = {value: _NEW_LAYER[name] for name, value in _LAYER.items() if name in _NEW_LAYER}
-    top = {value: _NEW_TOP[name] for name, value in _TOP.items()}
-    theirs = {}
+    newer, theirs = NAMES.dropna().set_index("older")["newer"], {}
     for name, array in reference_arrays(config).items():
         layer, _, rest = name.partition("/")
-        theirs[top[name] if name in top else f"layer_stack/{layer}/{within[rest]}"] = array
+        theirs[newer[name] if name in newer else f"layer_stack/{layer}/{newer[rest]}"] = array
     ours = from_meliad(theirs, Model(config, V).abstract_params, config)
     jax.tree.map(np.testing.assert_array_equal, ours, from_meliad(reference_arrays(config), ours, config))
 

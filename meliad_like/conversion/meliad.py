@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pandas as pd
 from etils import epath
 
 from meliad_like.config import RunConfig
@@ -35,116 +36,28 @@ EMBEDDING = "embed/embedding"
 NEWER_PREFIX = "layer_stack/"
 SLIDE = DecoderConfig()
 
-_FEEDFORWARD = {
-    "hidden/kernel": "tbase/ffn/hidden0/kernel",
-    "output/kernel": "tbase/ffn/output_layer/kernel",
-}
-_HEADS = {
-    "key/kernel": "tbase/_kvq/keys_layer/kernel",
-    "value/kernel": "tbase/_kvq/values_layer/kernel",
-    "query/kernel": "tbase/_kvq/queries_layer/kernel",
-    "attention_scale": "tbase/_kvq/attention_scale",
-}
-# The reference keeps the cross-attention scale outside of `_kvq`.
-_READER = {
-    "cross_query/kernel": "tbase/_kvq/queries2_layer/kernel",
-    "cross_attention_scale": "tbase/attention_scale2",
-}
-_GATE = {
-    "bias": "gate_bias",
-    "forget/kernel": "forget_gate/kernel",
-    "forget/bias": "forget_gate/bias",
-    "input/kernel": "input_gate/kernel",
-    "input/bias": "input_gate/bias",
-}
-_BLOCK = {
-    "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
-    "feedforward_norm/scale": "tbase/pre_ffn_layernorm/scale",
-    **{f"feedforward/{ours}": theirs for ours, theirs in _FEEDFORWARD.items()},
-}
-_CELL = {
-    "initial": "recurrent_initial_state",
-    "identity": "recurrent_tbase/_kvq/position_embeddings",
-    "norm/scale": "recurrent_tbase/_kvq/pre_attn_layernorm/scale",
-    **{ours: "recurrent_" + theirs for ours, theirs in (_HEADS | _READER | _BLOCK).items()},
-    **{f"attention_gate/{ours}": f"recurrent_tbase/post_attn_mlp/{theirs}" for ours, theirs in _GATE.items()},
-    **{f"feedforward_gate/{ours}": f"recurrent_tbase/ffn/{theirs}" for ours, theirs in _GATE.items()},
-}
-_POSITIONS = {
-    f"heads/position/{ours}": f"relative_positions/{theirs}"
-    for ours, theirs in {
-        "by_distance/table": "rel_embedding",
-        "by_distance/amplitudes": "rotation_matrix",
-        "by_distance/slope": "_wrapped_module/scale",
-        "by_distance/bound": "_wrapped_module/bound",
-        "by_distance/hidden_scale": "dense_1_kernel",
-        "by_distance/hidden_bias": "bias",
-        "by_distance/output": "dense_2_kernel",
-        "by_distance/coefficients": "orthogonal_basis_coeffs",
-    }.items()
-}
-# From our names to the reference's, within a layer of the older stack.
-_LAYER = {
-    "norm/scale": "tbase/_kvq/pre_attn_layernorm/scale",
-    "output/kernel": _BLOCK["output/kernel"],
-    "feedforward/norm/scale": _BLOCK["feedforward_norm/scale"],
-    **{f"feedforward/network/{ours}": theirs for ours, theirs in _FEEDFORWARD.items()},
-    **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
-    **_POSITIONS,
-    "mixers/external_memory/gate": "external_memory_bias",
-    **{f"reader/{ours.removeprefix('cross_')}": theirs for ours, theirs in _READER.items()},
-    **{f"mixers/recurrent_states/cell/{ours}": theirs for ours, theirs in _CELL.items()},
-}
-_TOP = {"embedding": "embed/embedding", "final_norm/scale": "final_layernorm/scale"}
-
-
-def _mix(theirs: str) -> dict[str, str]:
-    names = {"kernel": "lin_mix/kernel", "bias": "lin_mix/bias"}
-    norms = {"token_norm/scale": "layernorm1/scale", "summary_norm/scale": "layernorm2/scale"}
-    return {ours: f"{theirs}/{name}" for ours, name in (names | norms).items()}
-
-
-_SUMMARY_MIX = "token_mixing_summary"
-_NEW_LAYER = {
-    "norm/scale": "tbase/pre_attn_layernorm/scale",
-    "output/kernel": "tbase/post_attn_mlp/output_layer/kernel",
-    "feedforward/norm/scale": "tbase/pre_ffn_layernorm/scale",
-    **{
-        f"feedforward/network/{ours}/{name}": f"tbase/ffn/mlp_layer/{theirs}/{name}"
-        for ours, theirs in {"hidden": "input_layer", "output": "output_layer"}.items()
-        for name in ("kernel", "bias")
-    },
-    **{f"heads/{ours}": theirs for ours, theirs in _HEADS.items()},
-    **_POSITIONS,
-    **{f"summary_mix/{ours}": theirs for ours, theirs in _mix(_SUMMARY_MIX).items()},
-    **{f"short_mix/{ours}": theirs for ours, theirs in _mix("token_mixing_short").items()},
-    **{f"long_mix/{ours}": theirs for ours, theirs in _mix("long_mem_token_mixing").items()},
-    "gate": "attn_gate",
-}
-_NEW_TOP = {
-    "embedding": "embed/embedding",
-    "final_norm/scale": "layer_stack/final_layernorm/scale",
-    "summary_embedding": "layer_stack/summary_embeddings",
-}
+NAMES = pd.read_csv(Path(__file__).with_suffix(".csv"), index_col="ours")
+"""The names of our parameters in the reference's `older` and `newer` stack; in layers without the layer's prefix."""
+SUMMARY_MIX = "token_mixing_summary/"
 
 
 def _melodi(config: DecoderConfig) -> Melodi | None:
     return next((kind for kind in config.layer_kinds if isinstance(kind, Melodi)), None)
 
 
-def _stack(config: DecoderConfig, newer: bool) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The names of one of the reference's stacks outside of layers and within one, and the prefixes of its layers."""
+def _layer_prefixes(config: DecoderConfig, newer: bool) -> list[str]:
+    """The prefixes of the layers in one of the reference's stacks."""
     layers = range(config.total_layers)
     if not newer:
-        return _TOP, _LAYER, [f"transformer{i}" for i in layers]
+        return [f"transformer{i}/" for i in layers]
     if _melodi(config) is not None:
-        return _NEW_TOP, _NEW_LAYER, [f"layer_stack/melodi_layers_{i}/melodi_layer" for i in layers]
-    prefixes, dense = [f"layer_stack/transformer{i}" for i in layers], config.layers_with(DenseMemory)
+        return [f"layer_stack/melodi_layers_{i}/melodi_layer/" for i in layers]
+    prefixes, dense = [f"layer_stack/transformer{i}/" for i in layers], config.layers_with(DenseMemory)
     if dense:
         # The dense layer is not counted among the layers of the stack.
         [side] = dense
-        prefixes = [*prefixes[:side], "layer_stack/side_layer", *prefixes[side:-1]]
-    return _NEW_TOP, _NEW_LAYER, prefixes
+        prefixes = [*prefixes[:side], "layer_stack/side_layer/", *prefixes[side:-1]]
+    return prefixes
 
 
 def _newer(config: DecoderConfig) -> bool:
@@ -153,23 +66,23 @@ def _newer(config: DecoderConfig) -> bool:
 
 
 def _places(config: DecoderConfig, newer: bool) -> Places:
-    top, within, prefixes = _stack(config, newer)
+    names, prefixes = NAMES["newer" if newer else "older"].dropna().to_dict(), _layer_prefixes(config, newer)
 
     def place(path: str) -> Place:
-        if not (match := re.fullmatch(r"layers/(\d+)/(.+)", path)):
-            return Place(top[path])
+        match = re.fullmatch(r"layers/(\d+)/(.+)", path)
+        prefix, name = (prefixes[int(match[1])], match[2]) if match else ("", path)
         # The reference has the heads of tokens, and their attention to states, in the layer.
-        name = re.sub(r"mixers/\w+/(?:window/)?(heads|reader)/", r"\1/", match[2])
-        if name not in within:
+        name = re.sub(r"^mixers/\w+/(?:window/)?(heads|reader)/", r"\1/", name)
+        if name not in names:
             raise UserError(f"the reference has no parameter like our {path}: it lacks that mixer")
-        return Place(f"{prefixes[int(match[1])]}/{within[name]}")
+        return Place(prefix + names[name])
 
     return place
 
 
 def _idle(config: DecoderConfig) -> str | None:
     """The prefix of the parameters with which the reference's last layer mixes summaries that nothing reads."""
-    return None if _melodi(config) is None else f"{_stack(config, newer=True)[2][-1]}/{_SUMMARY_MIX}/"
+    return None if _melodi(config) is None else _layer_prefixes(config, newer=True)[-1] + SUMMARY_MIX
 
 
 def from_meliad(
