@@ -103,7 +103,7 @@ def run_all() -> int:
             command = [sys.executable, __file__, *arguments, f"--one={','.join(run)}"]
             commands[workdir.name] = (command, workdir / LOG_NAME)
 
-    stopped, failed = run_processes(commands, folder, JOBS.value)
+    stopped, failed = run_processes(commands, JOBS.value)
     return stopped or int(bool(failed))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 
+from meliad_like.caches import keep_compiled_programs
 from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, out_of_memory
 from meliad_like.remote import one_line
 
@@ -104,7 +105,9 @@ class Command:
 
     def _report(self, main: Callable[..., int | None], argv: list[str]) -> int | None:
         try:
-            return main(*self._arguments(argv[1:]))
+            words = self._arguments(argv[1:])
+            keep_compiled_programs()
+            return main(*words)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.stdout.flush()

@@ -46,10 +46,7 @@ def main() -> None:
         temporary = FOLDER.value or stack.enter_context(tempfile.TemporaryDirectory(prefix="meliad_like_smoke_"))
         folder = Path(temporary).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # Before jax is imported: what one process compiles, the other loads; and XLA optimises less, because compiling
-        # takes longer than computing.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        # Before jax is imported: XLA optimises less, because compiling takes longer than computing.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         began, run = time.perf_counter(), COMMAND.read_config()
         small = make_small(run, folder)

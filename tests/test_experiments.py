@@ -145,7 +145,7 @@ def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_name
 
 def test_statuses_of_processes_are_reported(tmp_path):
     commands = {f"{i}": (["sh", "-c", f"echo here; exit {i}"], tmp_path / "new" / f"{i}.txt") for i in range(4)}
-    status, failed = run_processes(commands, tmp_path, 2)
+    status, failed = run_processes(commands, 2)
     assert (status, sorted(failed)) == (0, [f"{i} (see {tmp_path}/new/{i}.txt)" for i in (1, 2, 3)])
     assert (tmp_path / "new" / "3.txt").read_text() == "here\n"
 
@@ -163,19 +163,17 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path, number):
     before = signal.getsignal(number)
     thread = threading.Thread(target=stop)
     thread.start()
-    assert run_processes(commands, tmp_path, 1) == (75, [])
+    assert run_processes(commands, 1) == (75, [])
     thread.join()
     assert (tmp_path / "one.txt").read_text() == "begun\nsaved\n"
     assert not (tmp_path / "two.txt").exists()
     assert signal.getsignal(number) is before
 
 
-def test_side_by_side_each_run_has_one_thread(tmp_path, monkeypatch):
+def test_side_by_side_each_run_has_one_thread(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a")
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    assert environment(tmp_path, side_by_side=True)["XLA_FLAGS"] == "--xla_a --xla_cpu_multi_thread_eigen=false"
-    assert environment(tmp_path, side_by_side=False)["XLA_FLAGS"] == "--xla_a"
-    assert environment(tmp_path, side_by_side=False)["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "compiled")
+    assert environment(side_by_side=True)["XLA_FLAGS"] == "--xla_a --xla_cpu_multi_thread_eigen=false"
+    assert environment(side_by_side=False)["XLA_FLAGS"] == "--xla_a"
 
 
 def test_steps_are_timed_alternately():

@@ -23,7 +23,7 @@ LEVELS = [
     {"layers"},
     {"data"},
     {"resumable"},
-    {"registry", "remote", "tables", "validation"},
+    {"caches", "registry", "remote", "tables", "validation"},
     {"errors"},
 ]
 """Sub-packages, and modules of the package itself, from the top; those of one level don't know each other."""

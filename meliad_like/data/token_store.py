@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from meliad_like.caches import cache_folder
 from meliad_like.data.documents import Source, SourceConfig, open_source, source_fingerprint
 from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
@@ -176,9 +177,8 @@ class TokenStore:
 
     def _local_copy(self, split: str) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         # A store that was prepared again gets its own copy.
-        copy = cache / "meliad_like" / "stores" / self.fingerprint / split
+        copy = cache_folder("stores") / self.fingerprint / split
         with locked(copy.parent / f".{split}.lock"):
             if not copy.exists():
                 print(f"copying {self.folder / split} to {copy}", file=sys.stderr)

@@ -115,7 +115,7 @@ class Experiment(Settings):
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         jobs = jobs or ((os.cpu_count() or 1) if self.scale.side_by_side else 1)
-        status, failed = (0, []) if only_step_time else run_processes(self._trainings(jobs), self.folder, jobs)
+        status, failed = (0, []) if only_step_time else run_processes(self._trainings(jobs), jobs)
         # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
         not_timed = self.row_names or self.table.pretrained or self.timed
         if status or (not_timed and not only_step_time):
@@ -123,7 +123,7 @@ class Experiment(Settings):
         # All in one process, with the environment of runs that are side by side.
         rows = [f"--row={name}" for name in self.row_names]
         timing = {"step_time": (self.command("--step_time", *rows), timing_file(self.folder).with_suffix(".log"))}
-        status, untimed = run_processes(timing, self.folder, jobs)
+        status, untimed = run_processes(timing, jobs)
         return status, failed + untimed
 
     def make_here(self) -> int:

@@ -11,17 +11,10 @@ from pathlib import Path
 from meliad_like.training.processes import EXIT_STATUS
 
 
-def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
-    """The environment variables of a process that trains or measures times, perhaps with others at the same time.
-
-    The processes share a cache of compiled programs in the folder.
-    """
+def environment(side_by_side: bool) -> dict[str, str]:
+    """The environment variables of a process that trains or measures times, perhaps with others at the same time."""
     # As in launch/environment.sh.
-    variables = {
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "compiled"),
-        **os.environ,
-    }
+    variables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
     if side_by_side:
         # Two runs at the same time with one thread each are faster than one after the other with two threads. On a
         # GPU, the first process would otherwise take all memory.
@@ -30,9 +23,7 @@ def environment(folder: Path, side_by_side: bool) -> dict[str, str]:
     return variables
 
 
-def run_processes(
-    commands: Mapping[str, tuple[Sequence[str], Path]], folder: Path, max_processes: int
-) -> tuple[int, list[str]]:
+def run_processes(commands: Mapping[str, tuple[Sequence[str], Path]], max_processes: int) -> tuple[int, list[str]]:
     """Runs commands by name, each with the file that its output is appended to, and waits for all of them.
 
     At most `max_processes` run at the same time, in their `environment`. SIGTERM and Ctrl-C are passed on, so that
@@ -43,7 +34,7 @@ def run_processes(
     """
     running: set[subprocess.Popen] = set()
     ended, failed = [], []
-    stopping, began, variables = False, time.perf_counter(), environment(folder, max_processes > 1)
+    stopping, began, variables = False, time.perf_counter(), environment(max_processes > 1)
 
     def stop(*_) -> None:
         nonlocal stopping

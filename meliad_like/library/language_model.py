@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
+from meliad_like.caches import keep_compiled_programs
 from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
@@ -69,6 +70,7 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
       UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other
         parameters.
     """
+    keep_compiled_programs()
     changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
     if (kind := kind_of(path)) is not None:
         if step is not None:
