@@ -2,21 +2,32 @@
 
     meliad_like prepare --gin_file=task/books.gin --gin_param="FolderSourceConfig.folder = 'my_books'"
 
-A store that is there already is compared with the documents, and used.
+A store that is there already is compared with the documents, and used. Machines with a common disk can share the work:
+each makes some parts (`--part=0/64` to `--part=63/64`), and `prepare` without `--part` joins them.
 """
 
+import re
+
 from meliad_like.command_line import Command
+from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__)
 STORE = COMMAND.string("store", None, "Folder of the token store. Default: ReaderConfig.store.")
 WORKERS = COMMAND.integer("workers", 0, "Processes that read and tokenise; 0: one per core.", lower_bound=0)
+PART = COMMAND.string("part", None, "K/N: make only part K, from 0, of N; the same command makes a lost part again.")
 
 
 def main() -> None:
+    if PART.value is not None and not re.fullmatch(r"\d+/\d+", PART.value):
+        raise UserError(f"--part={PART.value} must be two numbers, such as --part=0/64")
     run = COMMAND.read_config()
-    from meliad_like.data.preparation import prepare
+    from meliad_like.data.preparation import prepare, prepare_part
 
-    prepare(run.source, run.vocabulary, STORE.value or run.data.store, WORKERS.value, for_training=True)
+    store = STORE.value or run.data.store
+    if PART.value:
+        prepare_part(run.source, run.vocabulary, store, *map(int, PART.value.split("/")), num_workers=WORKERS.value)
+    else:
+        prepare(run.source, run.vocabulary, store, WORKERS.value, for_training=True)
 
 
 if __name__ == "__main__":

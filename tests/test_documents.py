@@ -240,7 +240,7 @@ def test_every_split_with_a_share_gets_a_document(number):
 
     def assigned(names, config):
         references = [partial(Document, name, config.split_of(name, None), "x") for name in names]
-        source = fill_splits(config, Source(references.copy, len(names), (), by_share=True))
+        source = fill_splits(config, Source((references.copy,), len(names), (), by_share=True))
         return {document.name: document.split for document in (reference() for reference in source.references())}
 
     splits = assigned(names, config)

@@ -1,4 +1,6 @@
 import dataclasses
+import gzip
+import json
 import multiprocessing
 import os
 import shlex
@@ -8,10 +10,11 @@ import forked
 import numpy as np
 import pytest
 
-from meliad_like.data import preparation, token_store
+from meliad_like.data import encoding, preparation, token_store
 from meliad_like.data.documents import open_source
+from meliad_like.data.encoding import encode_all
 from meliad_like.data.files_source import TextSource
-from meliad_like.data.preparation import encode_all, prepare
+from meliad_like.data.preparation import prepare, prepare_part
 from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.token_store import TokenStore
@@ -149,7 +152,7 @@ def test_ctrl_c_while_documents_are_read_for_the_vocabulary(texts, tmp_path, mon
             raise KeyboardInterrupt
         return reference()
 
-    monkeypatch.setattr(preparation, "_read", read)
+    monkeypatch.setattr(preparation, "read", read)
     with pytest.raises(KeyboardInterrupt):
         prepare(config(texts), SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
     assert not list(tmp_path.glob("store*"))
@@ -167,20 +170,20 @@ def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, 
     vocabulary.mkdir()
     ByteVocabulary().save(vocabulary)
     references = list(source.references())
-    piece = preparation._piece(iter(references), 1000)
+    piece = encoding._piece(iter(references), 1000)
     names, begin = [], 0
-    monkeypatch.setattr(preparation, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(encoding, "PIECE_BYTES", 2000)
     while True:
-        results, is_complete = preparation._encode_in_worker(config(texts), vocabulary, piece, begin)
+        results, is_complete = encoding._encode_in_worker(config(texts), vocabulary, piece, begin)
         assert all(np.asarray(result[2]).dtype == np.uint16 for result in results)
         names += [result[0] for result in results]
         begin += len(results)
         if is_complete:
             break
     assert names == [reference().name for reference in references] and len(results) < 15
-    monkeypatch.setattr(preparation, "PIECE_BYTES", 100)
-    assert len(list(preparation._unpickled(preparation._piece(iter(references), 1000)))) == 1
-    assert preparation._piece(iter([]), 1000) == b""
+    monkeypatch.setattr(encoding, "PIECE_BYTES", 100)
+    assert len(list(encoding._unpickled(encoding._piece(iter(references), 1000)))) == 1
+    assert encoding._piece(iter([]), 1000) == b""
 
 
 def test_nothing_left(tmp_path):
@@ -236,7 +239,7 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
             yield reference
 
     ByteVocabulary().save(tmp_path)
-    results = encode_all(config(texts), dataclasses.replace(source, references=references), tmp_path, 2)
+    results = encode_all(config(texts), dataclasses.replace(source, shards=(references,)), tmp_path, 2)
     next(results)
     assert len(started) == 8
     # Ctrl-C is a signal to all processes, of which the first one alone ends the work.
@@ -246,13 +249,85 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
     assert len(list(results)) == 29
 
 
+@pytest.fixture
+def records(tmp_path):
+    """Two files of records, some of them bad."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"{i} " * (i % 7)}) + "\n" for i in range(40)]
+    (folder / "a.jsonl").write_text("".join(lines[:9]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[9:]).encode()))
+    return JsonLinesSource(folder=str(folder), empty="skip", validation_share=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 20])
+def test_parts_are_joined_to_the_bytes_of_one_run(records, tmp_path, number):
+    whole = prepare(records, BYTES, tmp_path / "whole", 1)
+    assert len(whole.info.skipped) == 6 and whole.totals("validation").documents == 1
+    for index in reversed(range(number)):
+        prepare_part(records, BYTES, tmp_path / "store", index, number, 1)
+    prepare(records, BYTES, tmp_path / "store", 1)
+    assert files(tmp_path / "store") == files(tmp_path / "whole")
+    assert not (tmp_path / "store.parts").exists()
+
+
+def test_parts_share_one_trained_vocabulary_and_splits(texts, tmp_path, monkeypatch, capsys):
+    """Listed documents are in one part, and documents that the vocabulary changes in all."""
+    vocabulary = SentencePieceVocabularyConfig(size=290, keep_whitespace=False)
+    prepare(config(texts), vocabulary, tmp_path / "whole", 1)
+    prepare_part(config(texts), vocabulary, tmp_path / "store", 0, 3, 1)
+    monkeypatch.setattr(preparation, "_make_vocabulary", None)
+    for index in (1, 2, 0):
+        prepare_part(config(texts), vocabulary, tmp_path / "store", index, 3, 1)
+    assert "reusing part 0/3" in capsys.readouterr().err
+    prepare(config(texts), vocabulary, tmp_path / "store", 1)
+    assert files(tmp_path / "store") == files(tmp_path / "whole")
+    prepare_part(config(texts), vocabulary, tmp_path / "store", 2, 3, 1)
+    assert "reusing the token store" in capsys.readouterr().err
+
+
+def test_missing_killed_and_damaged_parts(texts, tmp_path):
+    store, parts = tmp_path / "store", tmp_path / "store.parts"
+    for index in (0, 2):
+        prepare_part(config(texts), BYTES, store, index, 4, 1)
+    (parts / "2").rename(parts / "2.incomplete")
+    with pytest.raises(UserError, match="3 of the 4 parts in .*store.parts are not there: make .*--part=1/4, 2/4, 3/4"):
+        prepare(config(texts), BYTES, store, 1)
+    for index in (1, 2, 3):
+        prepare_part(config(texts), BYTES, store, index, 4, 1)
+    tokens = parts / "3" / "train" / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    with pytest.raises(UserError, match="store.parts/3/train is damaged: delete .*store.parts/3 and make it again"):
+        prepare(config(texts), BYTES, store, 1)
+    assert not store.exists()
+
+
+def test_parts_of_other_settings_numbers_and_documents_are_refused(texts, tmp_path):
+    store = tmp_path / "store"
+    prepare_part(config(texts), BYTES, store, 0, 2, 1)
+    with pytest.raises(UserError, match="parts is 2 there, 3 here; delete it, or choose another --store"):
+        prepare_part(config(texts), BYTES, store, 0, 3, 1)
+    with pytest.raises(UserError, match="store.parts belongs .*vocabulary.size_multiple is 1 there, 8 here"):
+        prepare_part(config(texts), BytesVocabularyConfig(size_multiple=8), store, 1, 2, 1)
+    with pytest.raises(UserError, match="source.empty is 'stop' there, 'skip' here"):
+        prepare(config(texts, empty="skip"), BYTES, store, 1)
+    with pytest.raises(UserError, match="--part=2/2 must be one of 0/2 to 1/2"):
+        prepare_part(config(texts), BYTES, store, 2, 2, 1)
+    (texts / "3.txt").write_text("changed")
+    with pytest.raises(UserError, match="files is '.*' there"):
+        prepare_part(config(texts), BYTES, store, 1, 2, 1)
+
+
 def test_command_line(tmp_path):
     words = ["-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
     done = forked.run(*words, "--gin_param=RunConfig.source='books'")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
-    done = forked.run(*words)
-    assert done.returncode == 0, done.stderr
+    done = forked.run(*words, "--part=/64")
+    assert done.returncode == 2 and "--part=/64 must be two numbers, such as --part=0/64" in done.stderr
+    for part in (["--part=0/1"], []):
+        done = forked.run(*words, *part)
+        assert done.returncode == 0, done.stderr
     assert list(TokenStore(tmp_path / "a store").split("test").names) == ["logging", "urllib"]
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,22 +51,49 @@ class Document:
 Reference = Callable[[], Document]
 """Reads a document. It is small enough to be sent to a worker process. It raises a BadDocumentError if the document is
 bad."""
+Shard = Callable[[], Iterable[Reference]]
+"""Some documents that can be read without those before them: a file of records, or all documents."""
 
 
 @dataclass(frozen=True)
 class Source:
     """An ordered collection of documents."""
 
-    references: Callable[[], Iterable[Reference]]
-    """All documents, in an order that depends on nothing but the documents."""
+    shards: tuple[Shard, ...]
+    """All documents, one shard after the other, in an order that depends on nothing but the documents."""
     num_documents: int | None
-    """None where counting means reading everything."""
+    """None where counting means reading everything; of a part about the number."""
     files: tuple[tuple[str, Path], ...]
     """Pairs (name, file): the files that determine the documents, with names that are the same in every folder."""
     by_share: bool = False
     """Whether the shares of validation and test assign the documents, not lists or names of files."""
     passed_over: str = ""
     """Which files of the folder are not read, and why."""
+
+    def references(self) -> Iterator[Reference]:
+        """All documents."""
+        for shard in self.shards:
+            yield from shard()
+
+    def part(self, index: int, number: int) -> "Source":
+        """A part of the documents, of a `number` of parts that follow one another. Each has as many shards; only a
+        shard that several parts share is read from its beginning by each of them."""
+        shards = []
+        for i, shard in enumerate(self.shards):
+            # In units of a shard's `number`th share.
+            begin, end = (max(0, min(k * len(self.shards) - i * number, number)) for k in (index, index + 1))
+            if begin < end:
+                shards.append(partial(_share, shard, begin, end, number))
+        num_documents = self.num_documents and -(-self.num_documents // number)
+        return replace(self, shards=tuple(shards), num_documents=num_documents)
+
+
+def _share(shard: Shard, begin: int, end: int, number: int) -> Iterable[Reference]:
+    """The documents of a shard from `begin` to `end`, in units of its `number`th share."""
+    if end - begin == number:
+        return shard()
+    size = sum(1 for _ in shard())
+    return itertools.islice(shard(), begin * size // number, end * size // number)
 
 
 class BadDocumentError(UserError):
@@ -250,7 +278,11 @@ def fill_splits(config: SourceConfig, source: Source) -> Source:
             moves[documents[0][1]] = split
     if not moves:
         return source
-    return replace(source, references=lambda: (partial(_move, reference, moves) for reference in source.references()))
+    return replace(source, shards=tuple(partial(_moved, shard, moves) for shard in source.shards))
+
+
+def _moved(shard: Shard, moves: dict[str, str]) -> Iterator[Reference]:
+    return (partial(_move, reference, moves) for reference in shard())
 
 
 def _move(reference: Reference, moves: dict[str, str]) -> Document:

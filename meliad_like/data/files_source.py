@@ -132,7 +132,7 @@ def _open(
             split = config.split_of(name, None if by_share else splits[f"{folder}/{members[0]}".lstrip("/")])
             references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
             contents += [(f"{split}/{name}/{file}", base / file) for file in members]
-    return Source(references.copy, len(references), tuple(contents), by_share and not config.listed, passed_over)
+    return Source((references.copy,), len(references), tuple(contents), by_share and not config.listed, passed_over)
 
 
 def read_files(

@@ -183,7 +183,7 @@ class MemoryTasksSource(SourceConfig):
     def open(self) -> Source:
         """The documents of training, then those of validation and test."""
         cells = self.cells(max(self.distances))
-        return Source(self._references, self.train_documents + 2 * len(cells) * self.cell_documents, ())
+        return Source((self._references,), self.train_documents + 2 * len(cells) * self.cell_documents, ())
 
     def cells(self, longest: int) -> list[Cell]:
         """All cells up to a distance."""

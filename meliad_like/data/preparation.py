@@ -1,49 +1,42 @@
-"""Turns a source of documents into a token store; documents are read and encoded in parallel, and written in order."""
+"""Turns a source of documents into a token store, at once or in parts on several machines.
 
-import collections
+STORE.parts/parts.json    the settings that all parts have in common, and the number of parts
+STORE.parts/vocabulary/   the vocabulary, made with the part that is begun first
+STORE.parts/3/part.json   what else the store has to know of a part: totals, documents that were left out
+STORE.parts/3/train/ ...  the splits of a part, as in a token store
+"""
+
 import contextlib
-import functools
-import io
-import itertools
-import multiprocessing
-import os
-import pickle
-import signal
-import threading
+import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
-    BadDocumentError,
     Document,
-    EmptyDocumentError,
-    NotUTF8Error,
-    Reference,
     Source,
     SourceConfig,
     fill_splits,
     open_source,
     source_fingerprint,
 )
-from meliad_like.data.split import count_words
+from meliad_like.data.encoding import LeftOut, encode_all, read
 from meliad_like.data.token_store import (
     FORMAT_VERSION,
+    NAMES_NAME,
     STORE_NAME,
     SplitWriter,
     TokenStore,
     Totals,
     absolute_folder,
     files_fingerprint,
+    short,
     token_dtype,
     write_info,
 )
@@ -51,13 +44,22 @@ from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocab
 from meliad_like.errors import UserError
 from meliad_like.registry import fingerprint
 from meliad_like.remote import is_remote
-from meliad_like.resumable import check_same, locked, whole_folder
+from meliad_like.resumable import check_same, locked, read_json, whole_folder, write_json
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
-PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
-"""The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
-last document."""
+PARTS_NAME, PART_NAME, VOCABULARY_NAME = "parts.json", "part.json", "vocabulary"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written of all documents, or of those of a part."""
+
+    splits: dict[str, Totals]
+    skipped: list[str]
+    """The reasons why documents, or files of documents, were left out."""
+    changed: int
+    """The number of documents whose text does not come back from their tokens."""
 
 
 def prepare(
@@ -70,19 +72,17 @@ def prepare(
 ) -> TokenStore:
     """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
-    A store appears in `folder` only when it is complete. Progress, warnings and a table go to standard error.
+    A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined.
+    Progress, warnings and a table go to standard error.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
       for_training: whether a store without training documents is refused.
 
     Raises:
-      UserError: `folder` holds something else, a document is bad, or the disk is full.
+      UserError: `folder` holds something else, a document is bad, a part is missing, or the disk is full.
     """
-    if is_remote(folder):
-        raise UserError(f"a token store is made on a local disk: choose a folder here and copy it to {folder}")
-    folder = Path(folder).expanduser().absolute()
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    folder, parts, console = _places(folder)
     opened = open_source(source)
     contents = source_fingerprint(source, opened)
     # A second process waits here, and then finds the complete store.
@@ -90,19 +90,20 @@ def prepare(
         if folder.exists() and any(folder.iterdir()):
             if not (folder / STORE_NAME).exists():
                 raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-            store = TokenStore(folder)
-            store.check_settings(source, vocabulary)
+            store = _existing(folder, source, vocabulary, console)
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
             way_out = "delete the token store, or choose another --store"
             check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
-            console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
-                opened = fill_splits(source, opened)
-                encoder = _make_vocabulary(source, opened, vocabulary, console)
-                encoder.save(incomplete)
-                splits, skipped, changed = _write(incomplete, source, opened, encoder, num_workers, console)
-                _check_splits(source, opened, splits, len(skipped), for_training)
+                if (parts / PARTS_NAME).exists():
+                    encoder, written = _join(incomplete, parts, _identity(source, opened, vocabulary))
+                else:
+                    opened = fill_splits(source, opened)
+                    encoder = _make_vocabulary(source, opened, vocabulary, console)
+                    encoder.save(incomplete)
+                    written = _write(incomplete, incomplete, source, opened, num_workers, console)
+                _check_store(incomplete, source, opened, written, for_training)
                 write_info(
                     incomplete,
                     fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint]),
@@ -114,15 +115,108 @@ def prepare(
                     vocabulary=encoder.fingerprint,
                     vocabulary_settings=vocabulary.settings_fingerprint,
                     dtype=token_dtype(encoder.size),
-                    splits=splits,
-                    skipped=skipped,
-                    changed=changed,
+                    **vars(written),
                 )
+            shutil.rmtree(parts, ignore_errors=True)
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
         console.print(warning, style="yellow")
     _print_table(store, console)
     return store
+
+
+def prepare_part(
+    source: SourceConfig,
+    vocabulary: VocabularyConfig,
+    folder: str | Path,
+    index: int,
+    number: int,
+    num_workers: int = 0,
+) -> None:
+    """Writes a part of the token store in `folder`, if it is not there: part `index`, from 0, of a `number` of parts.
+
+    The machines that make parts, at any time and in any order, share the disk. `prepare` then joins the parts to the
+    same store, byte for byte, as it makes alone.
+
+    Raises:
+      UserError: parts of other settings or documents are there, a document is bad, or the disk is full.
+    """
+    if not 0 <= index < number:
+        raise UserError(f"--part={index}/{number} must be one of 0/{number} to {number - 1}/{number}")
+    folder, parts, console = _places(folder)
+    opened = open_source(source)
+    if (folder / STORE_NAME).exists():
+        _existing(folder, source, vocabulary, console)
+        return
+    identity = _identity(source, opened, vocabulary) | {"parts": number}
+    opened = fill_splits(source, opened)
+    with locked(parts / ".lock"):
+        if (parts / PARTS_NAME).exists():
+            _check_parts(parts, identity)
+        else:
+            write_json(parts / PARTS_NAME, identity)
+        if not (parts / VOCABULARY_NAME).exists():
+            with whole_folder(parts / VOCABULARY_NAME) as incomplete:
+                _make_vocabulary(source, opened, vocabulary, console).save(incomplete)
+    part = parts / str(index)
+    with locked(parts / f".{index}.lock"):
+        if part.exists():
+            console.print(f"reusing part {index}/{number} in {part}")
+            return
+        with whole_folder(part) as incomplete:
+            shown = opened.part(index, number)
+            written = _write(incomplete, parts / VOCABULARY_NAME, source, shown, num_workers, console)
+            write_json(incomplete / PART_NAME, asdict(written))
+    console.print(f"part {index}/{number} is in {part}")
+
+
+def _places(folder: str | Path) -> tuple[Path, Path, Console]:
+    """The folders of a token store and of its parts, and where progress is shown."""
+    if is_remote(folder):
+        raise UserError(f"a token store is made on a local disk: choose a folder here and copy it to {folder}")
+    folder = Path(folder).expanduser().absolute()
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return folder, folder.with_name(f"{folder.name}.parts"), console
+
+
+def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig, console: Console) -> TokenStore:
+    store = TokenStore(folder)
+    store.check_settings(source, vocabulary)
+    console.print(f"reusing the token store {folder}")
+    return store
+
+
+def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
+    """What all parts of a store have in common."""
+    settings = {"source": config.settings, "vocabulary": vocabulary.settings}
+    return {"version": FORMAT_VERSION, **settings, "files": short(files_fingerprint(source))}
+
+
+def _check_parts(parts: Path, identity: dict[str, object]) -> int:
+    """The number of parts, which have to be of these settings and files."""
+    saved = read_json(parts / PARTS_NAME)
+    check_same(parts, saved, {"parts": saved["parts"]} | identity, way_out="delete it, or choose another --store")
+    return saved["parts"]
+
+
+def _join(folder: Path, parts: Path, identity: dict[str, object]) -> tuple[Vocabulary, Written]:
+    """Writes the splits of all parts, one part after the other, and their vocabulary."""
+    number = _check_parts(parts, identity)
+    if missing := [f"{i}/{number}" for i in range(number) if not (parts / str(i)).exists()]:
+        raise UserError(
+            f"{len(missing)} of the {number} parts in {parts} are not there: make them with --part={missing[0]}"
+            f"{', ' * (len(missing) > 1)}{', '.join(missing[1:SHOWN])}, or delete the folder to begin again"
+        )
+    shutil.copytree(parts / VOCABULARY_NAME, folder, dirs_exist_ok=True)
+    vocabulary, skipped, changed = load_vocabulary(folder), [], 0
+    writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
+    for i in range(number):
+        part = read_json(parts / str(i) / PART_NAME)
+        for split, writer in writers.items():
+            writer.append(parts / str(i) / split, Totals(**part["splits"][split]))
+        skipped += part["skipped"]
+        changed += part["changed"]
+    return vocabulary, Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
 def _make_vocabulary(
@@ -135,7 +229,7 @@ def _make_vocabulary(
 
     def texts() -> Iterator[str]:
         try:
-            documents = (_read(reference, config) for reference in source.references())
+            documents = (read(reference, config) for reference in source.references())
             for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
                 if isinstance(document, Document) and document.split == "train":
                     yield document.text
@@ -164,16 +258,16 @@ def _with_progress(results: Iterator[Result], source: Source, console: Console, 
 
 
 def _write(
-    folder: Path, config: SourceConfig, source: Source, vocabulary: Vocabulary, num_workers: int, console: Console
-) -> tuple[dict[str, Totals], list[str], int]:
-    """Writes all documents in order. Returns each split's totals, the reasons of what was left out, and the number of
-    documents that the vocabulary changes.
+    folder: Path, vocabulary: Path, config: SourceConfig, source: Source, num_workers: int, console: Console
+) -> Written:
+    """Writes all documents in order, with the saved vocabulary.
 
     Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
     """
-    writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    bad, skipped, unknown, changed = [], [], set(config.listed), 0
-    with contextlib.closing(encode_all(config, source, folder, num_workers)) as encoded:
+    loaded = load_vocabulary(vocabulary)
+    writers = {split: SplitWriter(folder / split, loaded) for split in SPLITS}
+    bad, skipped, changed = [], [], 0
+    with contextlib.closing(encode_all(config, source, vocabulary, num_workers)) as encoded:
         for result in _with_progress(encoded, source, console, "tokenising"):
             if isinstance(result, LeftOut) and result.allowed:
                 skipped.append(result.reason)
@@ -183,24 +277,27 @@ def _write(
                 writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
                 changed += not result.restored
                 skipped += result.skipped
-                unknown.discard(result.name)
     _check_documents(bad, console)
-    if unknown:
-        raise UserError(
-            f"validation_documents or test_documents names {min(unknown)!r}, which is not a document of the source "
-            f"({len(skipped)} were left out)"
-        )
-    return {split: writer.close() for split, writer in writers.items()}, skipped, changed
+    return Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
-def _check_splits(
-    config: SourceConfig, source: Source, totals: dict[str, Totals], num_skipped: int, for_training: bool
-) -> None:
-    if not any(total.documents for total in totals.values()) or (for_training and not totals["train"].documents):
-        counts = ", ".join(f"{total.documents} for {split}" for split, total in totals.items())
+def _check_store(folder: Path, config: SourceConfig, source: Source, written: Written, for_training: bool) -> None:
+    """Raises a UserError if documents are missing that the config names, or documents for training."""
+    left_out = f"{len(written.skipped)} were left out"
+    if config.listed:
+        names = [(folder / split / NAMES_NAME).read_bytes() for split in ("validation", "test")]
+        text = "\n" + b"".join(names).decode(errors="surrogatepass")
+        if unknown := [name for name in sorted(config.listed) if f"\n{name}\n" not in text]:
+            raise UserError(
+                f"validation_documents or test_documents names {unknown[0]!r}, which is not a document of the source "
+                f"({left_out})"
+            )
+    numbers = {split: totals.documents for split, totals in written.splits.items()}
+    if not any(numbers.values()) or (for_training and not numbers["train"]):
+        counts = ", ".join(f"{number} for {split}" for split, number in numbers.items())
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({num_skipped} were left "
-            f"out); {source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
+            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({left_out}); "
+            f"{source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
             "test_documents name the documents of these splits, and FolderSourceConfig.splits_by_name = False ignores "
             "names of files and folders"
         )
@@ -243,16 +340,6 @@ def _print_table(store: TokenStore, console: Console) -> None:
     console.print(table.to_rich(), soft_wrap=False)
 
 
-class LeftOut(NamedTuple):
-    """A bad document."""
-
-    kind: str
-    """`BadDocumentError.kind`."""
-    reason: str
-    allowed: bool
-    """Whether the config's policies leave it out; otherwise there will be no store."""
-
-
 def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
     """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
     kinds: dict[str, list[str]] = {}
@@ -267,127 +354,3 @@ def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
     if bad:
         numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
         raise UserError(f"documents can't be used: {numbers}")
-
-
-class Encoded(NamedTuple):
-    """A document's tokens and sizes, as a worker process returns them."""
-
-    name: str
-    split: str
-    tokens: np.ndarray
-    """[tokens], without the end of the document, in the type that the store has."""
-    num_bytes: int
-    num_words: int
-    restored: bool
-    """Whether the text comes back from the tokens."""
-    skipped: tuple[str, ...]
-    """The reasons why files of the document were left out."""
-
-
-def encode_all(
-    config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
-) -> Iterator[Encoded | LeftOut]:
-    """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
-
-    Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
-    """
-    if not num_workers:
-        num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_workers == 1:
-        yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
-        return
-    # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
-    encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
-    waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
-    num_documents = num_bytes = 0
-
-    def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
-        # A process that starts here inherits the blocked signal: on Ctrl-C it completes its piece without a traceback.
-        # If it died while it sent a result, this process would wait for the rest.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return piece, begin, pool.submit(encode, piece, begin)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    try:
-        while True:
-            # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
-            most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
-            while len(waiting) < 4 * num_workers and (piece := _piece(references, most)):
-                waiting.append(submit(piece, 0))
-            if not waiting:
-                return
-            piece, begin, future = waiting.popleft()
-            results, is_complete = future.result()
-            if not is_complete:
-                waiting.appendleft(submit(piece, begin + len(results)))
-            num_documents += len(results)
-            num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
-            yield from results
-    except BrokenProcessPool:
-        raise UserError(
-            "a process that tokenises was killed, probably because memory is full: use fewer of them (--workers)"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Ends this worker process when its parent has ended in any way, for instance by a second Ctrl-C."""
-    parent: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def _piece(references: Iterator[Reference], most: int) -> bytes:
-    """The next references, at most about `most`, pickled one after the other; empty if there are no more."""
-    piece = io.BytesIO()
-    pickler = pickle.Pickler(piece)
-    for reference in itertools.islice(references, min(max(most, 1), PIECE_DOCUMENTS)):
-        pickler.dump(reference)
-        if piece.tell() > PIECE_BYTES:
-            break
-    return piece.getvalue()
-
-
-def _encode_in_worker(
-    config: SourceConfig, vocabulary_folder: Path, piece: bytes, begin: int
-) -> tuple[list[Encoded | LeftOut], bool]:
-    """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
-    vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
-    for reference in itertools.islice(_unpickled(piece), begin, None):
-        if num_bytes > PIECE_BYTES:
-            return results, False
-        results.append(_encode(config, vocabulary, reference))
-        num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
-    return results, True
-
-
-def _unpickled(piece: bytes) -> Iterator[Reference]:
-    file = io.BytesIO(piece)
-    unpickler = pickle.Unpickler(file)
-    while file.tell() < len(piece):
-        yield unpickler.load()
-
-
-_vocabulary_of_worker = functools.cache(load_vocabulary)
-
-
-def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | LeftOut:
-    document = _read(reference, config)
-    if isinstance(document, LeftOut):
-        return document
-    text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
-    num_bytes = len(text.encode("utf-8"))
-    restored = vocabulary.restores(text, tokens)
-    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
-
-
-def _read(reference: Reference, config: SourceConfig) -> Document | LeftOut:
-    """The document, or why it is bad."""
-    try:
-        return reference()
-    except BadDocumentError as error:
-        policies = {NotUTF8Error: config.undecodable, EmptyDocumentError: config.empty}
-        return LeftOut(error.kind, str(error), policies.get(type(error)) == "skip")

@@ -85,20 +85,20 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         by_share = not names_assign(splits)
         contents = tuple((file, root / file) for file in files)
         num_documents = self.count([path for _, path in contents]) if files else 0
-        references = partial(self._references, contents, {} if by_share else splits)
-        return Source(references, num_documents, contents, by_share and not self.listed, passed_over)
+        found_in = {} if by_share else splits
+        shards = tuple(partial(self._references, file, path, found_in.get(file)) for file, path in contents)
+        return Source(shards, num_documents, contents, by_share and not self.listed, passed_over)
 
-    def _references(self, files: tuple[tuple[str, Path], ...], splits: Mapping[str, str]) -> Iterator[Reference]:
-        for file, path in files:
-            number = 0
-            try:
-                for number, record in enumerate(self.records(path), 1):
-                    if record:
-                        # The record itself: a compressed file cannot be read from the middle.
-                        yield partial(self.read, record, f"{file}:{number}", splits.get(file))
-            except (OSError, BadDocumentError) as error:
-                reason = f"can't be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
-                yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
+    def _references(self, file: str, path: Path, split: str | None) -> Iterator[Reference]:
+        number = 0
+        try:
+            for number, record in enumerate(self.records(path), 1):
+                if record:
+                    # The record itself: a compressed file cannot be read from the middle.
+                    yield partial(self.read, record, f"{file}:{number}", split)
+        except (OSError, BadDocumentError) as error:
+            reason = f"can't be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+            yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
 
     def count(self, files: Sequence[Path]) -> int | None:
         """The number of documents; None if counting them means reading everything."""
@@ -225,7 +225,8 @@ class TfdsSource(RecordsSourceConfig):
         contents = ((info.full_name, root / INFO_NAME),)
         held_out = self.splits_by_name and not {"validation", "test"}.isdisjoint(sizes)
         by_share = not held_out and not self.listed
-        return Source(partial(self._references, str(root), sizes, held_out), sum(sizes.values()), contents, by_share)
+        references = partial(self._references, str(root), sizes, held_out)
+        return Source((references,), sum(sizes.values()), contents, by_share)
 
     def _version_folder(self) -> Path:
         root = self.existing_folder()

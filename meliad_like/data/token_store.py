@@ -13,6 +13,7 @@ when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_H
 
 import hashlib
 import os
+import shutil
 import sys
 from array import array
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,7 @@ from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
-from meliad_like.remote import any_path, copy_folder, is_remote, one_line, size_of
+from meliad_like.remote import CHUNK_BYTES, any_path, copy_folder, is_remote, one_line, size_of
 from meliad_like.resumable import describe_differences, locked, read_json, whole_folder, write_json
 
 FORMAT_VERSION = 5
@@ -51,6 +52,10 @@ class Totals:
     """The number of words, as `count_words` counts them."""
     checksum: str = ""
     """SHA-256 of the split's `DOCUMENTS_NAME` and `NAMES_NAME`."""
+
+    def size(self, dtype: str) -> int:
+        """The number of bytes of `TOKENS_NAME`, with tokens of this type."""
+        return self.tokens * np.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ class TokenStore:
         return epath.Path(copy)
 
     def _check_size(self, folder: epath.Path, split: str, way_out: str) -> None:
-        expected = self.info.splits[split].tokens * np.dtype(self.info.dtype).itemsize
+        expected = self.info.splits[split].size(self.info.dtype)
         if (size := size_of(folder / TOKENS_NAME)) != expected:
             raise UserError(f"{folder / TOKENS_NAME} has {size} bytes and should have {expected}: {way_out}")
 
@@ -303,6 +308,19 @@ class SplitWriter:
             self._columns, (tokens.size + 1, num_bytes, num_words, self._names.tell()), strict=True
         ):
             column.append(value)
+
+    def append(self, folder: Path, totals: Totals) -> None:
+        """Appends all documents of another split. Raises a UserError if it is damaged."""
+        num_bytes = size_of(epath.Path(folder / TOKENS_NAME))
+        if _checksum(folder) != totals.checksum or num_bytes != totals.size(self._dtype):
+            raise UserError(f"{folder} is damaged: delete {folder.parent} and make it again")
+        columns = np.load(folder / DOCUMENTS_NAME)
+        columns[3] += self._names.tell()
+        for column, values in zip(self._columns, columns, strict=True):
+            column.frombytes(values.tobytes())
+        for name, target in ((TOKENS_NAME, self._tokens), (NAMES_NAME, self._names)):
+            with (folder / name).open("rb") as file:
+                shutil.copyfileobj(file, target, CHUNK_BYTES)
 
     def close(self) -> Totals:
         """Writes the numbers of all documents, and returns their sums."""

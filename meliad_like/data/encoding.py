@@ -1,0 +1,171 @@
+"""Documents are read and encoded, by several processes at once, and come back in order."""
+
+import collections
+import functools
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meliad_like.data.documents import (
+    BadDocumentError,
+    Document,
+    EmptyDocumentError,
+    NotUTF8Error,
+    Reference,
+    Source,
+    SourceConfig,
+)
+from meliad_like.data.split import count_words
+from meliad_like.data.token_store import token_dtype
+from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
+from meliad_like.errors import UserError
+
+PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
+"""The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
+last document."""
+
+
+class LeftOut(NamedTuple):
+    """A bad document."""
+
+    kind: str
+    """`BadDocumentError.kind`."""
+    reason: str
+    allowed: bool
+    """Whether the config's policies leave it out; otherwise there will be no store."""
+
+
+class Encoded(NamedTuple):
+    """A document's tokens and sizes, as a worker process returns them."""
+
+    name: str
+    split: str
+    tokens: np.ndarray
+    """[tokens], without the end of the document, in the type that the store has."""
+    num_bytes: int
+    num_words: int
+    restored: bool
+    """Whether the text comes back from the tokens."""
+    skipped: tuple[str, ...]
+    """The reasons why files of the document were left out."""
+
+
+def encode_all(
+    config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
+) -> Iterator[Encoded | LeftOut]:
+    """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
+
+    Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
+    """
+    if not num_workers:
+        num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers == 1:
+        yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
+        return
+    # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
+    encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
+    waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
+    num_documents = num_bytes = 0
+
+    def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
+        # A process that starts here inherits the blocked signal: on Ctrl-C it completes its piece without a traceback.
+        # If it died while it sent a result, this process would wait for the rest.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return piece, begin, pool.submit(encode, piece, begin)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        while True:
+            # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
+            most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
+            while len(waiting) < 4 * num_workers and (piece := _piece(references, most)):
+                waiting.append(submit(piece, 0))
+            if not waiting:
+                return
+            piece, begin, future = waiting.popleft()
+            results, is_complete = future.result()
+            if not is_complete:
+                waiting.appendleft(submit(piece, begin + len(results)))
+            num_documents += len(results)
+            num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
+            yield from results
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that tokenises was killed, probably because memory is full: use fewer of them (--workers)"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Ends this worker process when its parent has ended in any way, for instance by a second Ctrl-C."""
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _piece(references: Iterator[Reference], most: int) -> bytes:
+    """The next references, at most about `most`, pickled one after the other; empty if there are no more."""
+    piece = io.BytesIO()
+    pickler = pickle.Pickler(piece)
+    for reference in itertools.islice(references, min(max(most, 1), PIECE_DOCUMENTS)):
+        pickler.dump(reference)
+        if piece.tell() > PIECE_BYTES:
+            break
+    return piece.getvalue()
+
+
+def _encode_in_worker(
+    config: SourceConfig, vocabulary_folder: Path, piece: bytes, begin: int
+) -> tuple[list[Encoded | LeftOut], bool]:
+    """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
+    vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
+    for reference in itertools.islice(_unpickled(piece), begin, None):
+        if num_bytes > PIECE_BYTES:
+            return results, False
+        results.append(_encode(config, vocabulary, reference))
+        num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
+    return results, True
+
+
+def _unpickled(piece: bytes) -> Iterator[Reference]:
+    file = io.BytesIO(piece)
+    unpickler = pickle.Unpickler(file)
+    while file.tell() < len(piece):
+        yield unpickler.load()
+
+
+_vocabulary_of_worker = functools.cache(load_vocabulary)
+
+
+def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | LeftOut:
+    document = read(reference, config)
+    if isinstance(document, LeftOut):
+        return document
+    text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
+    num_bytes = len(text.encode("utf-8"))
+    restored = vocabulary.restores(text, tokens)
+    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
+
+
+def read(reference: Reference, config: SourceConfig) -> Document | LeftOut:
+    """The document, or why it is bad."""
+    try:
+        return reference()
+    except BadDocumentError as error:
+        policies = {NotUTF8Error: config.undecodable, EmptyDocumentError: config.empty}
+        return LeftOut(error.kind, str(error), policies.get(type(error)) == "skip")
