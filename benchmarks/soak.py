@@ -1,39 +1,77 @@
-r"""Kills a training repeatedly, and compares its final state with that of an undisturbed run, bit for bit.
+r"""Disturbs small trainings, resumes them, and compares what they leave with an undisturbed run, bit for bit.
 
-    python benchmarks/soak.py                  # 20 times kill -9, one process
-    python benchmarks/soak.py --processes=2    # one of two processes that train together
-    python benchmarks/soak.py --gin_file=mixer/gated_delta_rule.gin
+    python benchmarks/soak.py                  # 20 runs, with each fault in turn
+    python benchmarks/soak.py --processes=2    # of two processes that train together
+    python benchmarks/soak.py --faults=kill --gin_file=mixer/gated_delta_rule.gin
 
-A tiny model, in two stages, on the standard library's source, with a checkpoint every few steps: it is killed
-while the program starts, compiles, steps or writes a checkpoint. The same command then resumes, as a user's would.
+A tiny model, in two stages, on the standard library's source. At a random moment, while the program starts, compiles,
+steps or writes a checkpoint,
+
+- `kill` kills a process;
+- `terminate` sends SIGTERM to one, as does
+- `bad_sector`, after which a file of the newest checkpoint can't be read (this needs a C compiler);
+- `power_cut` copies the image of the disk that the run writes to; the run resumes on the copy (this needs root).
+
+The same command then trains to the end, as a user's would. The last checkpoint and `metrics.jsonl` must be those of the
+undisturbed run, but for the times in them.
 """
 
 import json
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from meliad_like import config
+from meliad_like.config.run import stages_of
 from meliad_like.data.preparation import prepare
-from meliad_like.data.token_store import STORE_NAME
-from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.setup import set_up
+from meliad_like.training.checkpoints import Checkpoints
 
 FILES = ("size/tiny.gin", "task/standard_library.gin")
+FAULTS = ("kill", "terminate", "power_cut", "bad_sector")
+CHECKPOINT_EVERY = 10
+TIMES = ("tokens_per_second", "model_flops_per_second", "share_of_peak", "data_wait_seconds", "memory_bytes")
+"""The figures of a row that no two runs share."""
+BAD_SECTOR = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static int is_bad(int file) {
+  char link[64], path[4096] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  return readlink(link, path, sizeof path - 1) > 0 && strstr(path, getenv("BAD_FILE")) && (errno = EIO);
+}
+ssize_t read(int file, void *to, size_t size) {
+  return is_bad(file) ? -1 : ((ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read"))(file, to, size);
+}
+ssize_t pread64(int file, void *to, size_t size, off_t at) {
+  return is_bad(file) ? -1 : ((ssize_t (*)(int, void *, size_t, off_t))dlsym(RTLD_NEXT, "pread64"))(file, to, size, at);
+}
+"""
 
 FOLDER = flags.DEFINE_string("folder", "runs/soak", "Of the documents, the runs and their logs; a new one each time.")
-KILLS = flags.DEFINE_integer("kills", 20, "How often.", lower_bound=1)
-PROCESSES = flags.DEFINE_integer("processes", 1, "Of the training; one of them is killed.", lower_bound=1)
-NUM_STEPS = flags.DEFINE_integer("num_steps", 4000, "Of the whole run.", lower_bound=4)
-SEED = flags.DEFINE_integer("seed", 0, "Decides the moments, and who is killed.")
-PATIENCE = flags.DEFINE_float("patience", 150.0, "Seconds in which the others must notice, and end.")
+TRIALS = flags.DEFINE_integer("trials", 20, "The number of runs.", lower_bound=1)
+FAULT_NAMES = flags.DEFINE_list("faults", list(FAULTS), "Which faults, in turn.")
+PROCESSES = flags.DEFINE_integer("processes", 1, "Of each training.", lower_bound=1)
+NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Of each run.", lower_bound=8 * CHECKPOINT_EVERY)
+SEED = flags.DEFINE_integer("seed", 0, "Decides the moments, and which process or file is hit.")
+PATIENCE = flags.DEFINE_float("patience", 150.0, "Seconds in which all processes must end after a fault.")
 GIN_FILE = flags.DEFINE_multi_string("gin_file", ["block_recurrent/fixed_skip.gin"], "What is trained, at size tiny.")
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings of the training.")
 
@@ -42,123 +80,151 @@ def bindings(folder: Path) -> list[str]:
     return [
         f"ReaderConfig.store = '{folder / 'store'}'",
         f"TrainingConfig.num_steps = {NUM_STEPS.value}",
-        "TrainingConfig.log_every = 1",
-        "TrainingConfig.checkpoint_every = 10",
+        # Many stops come between two logs, and between two checkpoints.
+        "TrainingConfig.log_every = 7",
+        f"TrainingConfig.checkpoint_every = {CHECKPOINT_EVERY}",
         f"StagesConfig.num_steps = ({NUM_STEPS.value // 2},)",
         "StagesConfig.segment_length = (32,)",
         *GIN_PARAM.value,
     ]
 
 
-def start(folder: Path, name: str) -> list[subprocess.Popen]:
-    """Starts or resumes the training; every process appends to a log of its own."""
+def start(folder: Path, workdir: Path, **environment: str) -> list[subprocess.Popen]:
+    """Starts or resumes a training; every process appends to a log of its own."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "meliad_like.train", f"--workdir={folder / name}"]
+    command = [sys.executable, "-m", "meliad_like.train", f"--workdir={workdir}"]
     command += [f"--gin_file={file}" for file in (*FILES, *GIN_FILE.value)]
     command += [f"--gin_param={text}" for text in bindings(folder)]
-    started = []
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    processes = []
     for process in range(PROCESSES.value):
         place = [f"--coordinator_address=localhost:{port}", f"--num_processes={PROCESSES.value}"]
         place = [*place, f"--process_id={process}", "--join_seconds=60"] if PROCESSES.value > 1 else []
-        with (folder / f"{name}-{process}.log").open("a") as log:
-            environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str((folder / "compiled").absolute())}
-            started.append(subprocess.Popen([*command, *place], stdout=log, stderr=log, env=environment))
-    return started
+        with (folder / f"{workdir.name}-{process}.log").open("a") as log:
+            variables = {**os.environ, **cache, **environment}
+            processes.append(subprocess.Popen([*command, *place], stdout=log, stderr=log, env=variables))
+    return processes
 
 
-def steps_done(workdir: Path) -> int:
-    metrics = workdir / "metrics.jsonl"
-    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+def wait(processes: list[subprocess.Popen], patience: float) -> list[int]:
+    """Waits until all have ended, and returns their statuses. Stops all if one has not after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    try:
+        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise SystemExit(f"error: a process still ran after {patience:.0f} s") from None
 
 
-def end_of(processes: list[subprocess.Popen], patience: float) -> float:
-    """Seconds until all have ended.
-
-    Raises:
-      SystemExit: one of them has not, after `patience` seconds.
-    """
-    began = time.monotonic()
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.1, patience - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            for each in processes:
-                each.kill()
-            raise SystemExit(f"error: process {processes.index(process)} still ran after {patience:.0f} s") from None
-    return time.monotonic() - began
+def rows(workdir: Path) -> list[dict[str, Any]]:
+    """The complete rows of `metrics.jsonl`, without times."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
 
 
-def finish(folder: Path, name: str) -> tuple[float, float]:
-    """Lets the training end; returns the seconds until the first new step is logged, and the seconds after it."""
-    before, began, processes = steps_done(folder / name), time.monotonic(), start(folder, name)
-    while steps_done(folder / name) == before and processes[0].poll() is None:
+def train_to_the_end(folder: Path, workdir: Path, **environment: str) -> float:
+    """Returns the seconds until the first row is there."""
+    began, processes = time.monotonic(), start(folder, workdir, **environment)
+    while not rows(workdir) and processes[0].poll() is None:
         time.sleep(0.05)
-    first = time.monotonic() - began
-    rest = end_of(processes, patience=36_000)
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"error: {name} ended with {[p.returncode for p in processes]}, see {folder}/{name}-*.log")
-    return first, rest
+    seconds = time.monotonic() - began
+    if any(statuses := wait(processes, patience=36_000)):
+        raise SystemExit(f"error: {workdir.name} ended with {statuses}, see {folder}/{workdir.name}-*.log")
+    return seconds
 
 
-def kill_once(folder: Path, startup: float, chance: np.random.Generator) -> None:
-    """Starts, kills one process at a random moment, and waits for the others.
+def result(run: config.RunConfig, workdir: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """The arrays of the last checkpoint, and the rows."""
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        state, _ = checkpoints.restore(set_up(run, stages_of(run)[-1]).abstract_state, NUM_STEPS.value)
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(state)}
+    return arrays, rows(workdir)
+
+
+@contextmanager
+def mounted(image: Path) -> Iterator[Path]:
+    """The folder of a disk in an image file. A disk that was not unmounted is repaired by its journal."""
+    place = image.with_suffix("")
+    place.mkdir()
+    subprocess.run(["mount", "-o", "loop", image, place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def disturb(fault: str, folder: Path, workdir: Path, startup: float, chance: np.random.Generator) -> dict[str, str]:
+    """Starts a run and lets a fault end it; returns the environment in which it is to be resumed.
 
     Args:
-      startup: seconds until the first step: a quarter of the kills come before.
-
-    Raises:
-      SystemExit: the training was done before.
+      startup: seconds until the first row: a fifth of the faults come before.
     """
-    workdir, victim = folder / "killed", chance.integers(PROCESSES.value)
-    before, began, processes = steps_done(workdir), time.monotonic(), start(folder, "killed")
-    if chance.random() < 0.25:
-        moment = began + chance.uniform(0, startup)
-        # The machine may have become faster since.
-        while time.monotonic() < moment and steps_done(workdir) <= before:
-            time.sleep(0.01)
-    else:
-        # Together the tries get about two thirds of the way.
-        target = before + chance.integers(int(2 * NUM_STEPS.value / (1.5 * KILLS.value)))
-        while steps_done(workdir) < target and processes[victim].poll() is None:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.2))
+    first = 3 * CHECKPOINT_EVERY if fault == "bad_sector" else -NUM_STEPS.value // 5
+    step, victim = chance.integers(first, int(0.8 * NUM_STEPS.value)), chance.integers(PROCESSES.value)
+    processes = start(folder, workdir)
+    time.sleep(chance.uniform(0, startup) if step < 0 else 0)
+    while step > 0 and processes[victim].poll() is None and not any(row["step"] >= step for row in rows(workdir)):
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.2))
     if processes[victim].poll() is not None:
-        raise SystemExit(f"error: it ended before it was killed; see {folder}/killed-{victim}.log")
-    processes[victim].send_signal(signal.SIGKILL)
-    seconds = time.monotonic() - began
-    noticed = end_of(processes, PATIENCE.value)
-    others = f", the others ended {noticed:.1f} s later" if PROCESSES.value > 1 else ""
-    print(f"killed process {victim} after {seconds:.1f} s at {steps_done(workdir)} steps{others}", flush=True)
-
-
-def losses(workdir: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+        raise SystemExit(f"error: it ended before the fault; see {folder}/{workdir.name}-{victim}.log")
+    if fault == "power_cut":
+        shutil.copyfile(folder / "disk.img", folder / "copy.img")
+    hit = processes if fault == "power_cut" else [processes[victim]]
+    for process in hit:
+        process.send_signal(SIGKILL if fault in ("kill", "power_cut") else SIGTERM)
+    wait(processes, PATIENCE.value)
+    last = rows(workdir)[-1]["step"] if rows(workdir) else 0
+    print(f"{workdir.name}: {fault} of process {victim} after a log of step {last}", flush=True)
+    if fault != "bad_sector":
+        return {}
+    newest = max((path for path in (workdir / "checkpoints").glob("[0-9]*")), key=lambda path: int(path.name))
+    file = chance.choice(sorted(map(str, filter(Path.is_file, newest.rglob("*")))))
+    print(f"{workdir.name}: {file} can't be read", flush=True)
+    return {"LD_PRELOAD": str(folder / "bad_sector.so"), "BAD_FILE": file}
 
 
 def main(_) -> None:
-    folder = Path(FOLDER.value)
+    logging.set_verbosity(logging.WARNING)
+    folder = Path(FOLDER.value).absolute()
     if folder.exists():
         raise SystemExit(f"error: {folder} is there already: choose another --folder")
     folder.mkdir(parents=True)
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "bad_sector.so", "-ldl"]
+    if "bad_sector" in FAULT_NAMES.value:
+        subprocess.run(command, input=BAD_SECTOR, text=True, check=True)
     run = config.parse([*FILES, *GIN_FILE.value], bindings(folder))
-    if not (Path(run.data.store) / STORE_NAME).exists():
-        prepare(run.source, run.vocabulary, run.data.store)
-    finish(folder, "undisturbed")
-    # What is compiled now comes from the cache, as it will in every try.
-    startup, stepping = finish(folder, "again")
-    print(f"undisturbed: {startup:.1f} s until the first step, then {stepping:.1f} s", flush=True)
-    chance, kills = np.random.default_rng(SEED.value), KILLS.value
-    for _ in range(kills):
-        kill_once(folder, startup, chance)
-    finish(folder, "killed")
-    states = [open_checkpoint(folder / name) for name in ("undisturbed", "killed")]
-    same = jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), *(s.params for s in states))
-    assert states[0].step == states[1].step == NUM_STEPS.value
-    if not all(jax.tree.leaves(same)) or losses(folder / "undisturbed") != losses(folder / "killed"):
-        raise SystemExit(f"error: after {kills} kills parameters or losses differ")
-    print(f"{kills} of {kills} kills survived: parameters of step {NUM_STEPS.value} and all losses are the same bits")
+    prepare(run.source, run.vocabulary, run.data.store)
+    train_to_the_end(folder, folder / "undisturbed")
+    expected = result(run, folder / "undisturbed")
+    # What is compiled now comes from the cache, as it will in every trial.
+    startup = train_to_the_end(folder, folder / "again")
+    assert result(run, folder / "again") == expected, "two undisturbed runs differ"
+    chance = np.random.default_rng(SEED.value)
+    for trial in range(TRIALS.value):
+        fault = FAULT_NAMES.value[trial % len(FAULT_NAMES.value)]
+        name = f"trial_{trial}"
+        with ExitStack() as disks:
+            place = folder
+            if fault == "power_cut":
+                (folder / "disk.img").write_bytes(b"")
+                os.truncate(folder / "disk.img", 100 << 20)
+                subprocess.run(["mkfs.ext4", "-q", folder / "disk.img"], check=True)
+                with mounted(folder / "disk.img") as disk:
+                    environment = disturb(fault, folder, disk / name, startup, chance)
+                place = disks.enter_context(mounted(folder / "copy.img"))
+            else:
+                environment = disturb(fault, folder, place / name, startup, chance)
+            train_to_the_end(folder, place / name, **environment)
+            for what, actual, undisturbed in zip(("arrays", "metrics"), result(run, place / name), expected):
+                if actual != undisturbed:
+                    raise SystemExit(f"error: {name}: {what} differ after {fault}")
+        shutil.rmtree(folder / "disk", ignore_errors=True)
+        shutil.rmtree(folder / "copy", ignore_errors=True)
+    print(f"{TRIALS.value} of {TRIALS.value} runs left the checkpoint and the metrics of the undisturbed one")
 
 
 if __name__ == "__main__":

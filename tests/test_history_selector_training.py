@@ -173,8 +173,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkey
         assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
     assert train(tmp_path, kind, train_encoder=train_encoder) == 0
     assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
-    assert list(read_metrics(tmp_path, "validation")) == list(read_metrics(folder, "validation"))
-    assert [metrics["step"] for metrics in read_metrics(tmp_path)] == [2, 4, 6]
+    # It stopped at step 5, between two logs.
+    for kind in ("train", "validation"):
+        assert list(read_metrics(tmp_path, kind)) == list(read_metrics(folder, kind))
 
 
 def test_devices_share_the_pairs_of_a_batch(undisturbed, tmp_path):

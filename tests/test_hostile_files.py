@@ -203,13 +203,14 @@ def test_a_line_of_the_metrics(tmp_path, line, capsys):
 def test_metrics_that_are_cut_missing_or_unreadable(tmp_path, capsys, monkeypatch):
     path, good = tmp_path / "metrics.jsonl", '{"step": 1, "kind": "train"}\n'
     (tmp_path / "tracked_as").write_bytes(b"\xff")
+    logged = {"rows": 2, "unlogged": {}}
     for content in (good, good + '{"step": 2, "ki', ""):
         path.write_text(content)
-        with MetricsWriter(tmp_path, 2, 3, expected_rows=2) as writer:
+        with MetricsWriter(tmp_path, 2, 3, logged=logged) as writer:
             assert writer.num_rows == (1 if content else 0)
         assert f"{writer.num_rows} of 2 rows until step 2 are kept" in capsys.readouterr().out
     path.unlink()
-    with MetricsWriter(tmp_path, 2, 3, expected_rows=2) as writer:
+    with MetricsWriter(tmp_path, 2, 3, logged=logged) as writer:
         assert writer._identity()
     assert "tracked_as is damaged" in (said := capsys.readouterr().out) and "rows are missing" in said
 

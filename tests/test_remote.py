@@ -255,7 +255,7 @@ def test_metrics_that_can_not_be_copied_end_nothing_but_a_checkpoint(bucket, out
         writer.write(1, {"loss": 1.0})
         assert f"warning: {why}this is tried again\n" in capsys.readouterr().out
         with pytest.raises(UserError, match=f"^{why}the same command resumes from the last checkpoint$"):
-            writer.upload()
+            writer.keep()
         out_of_order("nothing")
         writer.write(2, {"loss": 1.0})
         assert len(bucket.objects["run/metrics.jsonl"][0].splitlines()) == 2

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -110,33 +109,6 @@ def sampling_hook(setup: Setup, folder: epath.Path) -> Callable[[int, TrainState
     return write
 
 
-@dataclass
-class Unlogged:
-    """What a run knows of its steps since the last log; checkpoints carry it to the next row of a resumed run."""
-
-    loss: float = 0.0
-    """The sum over the targets of finite steps; skipped steps don't count in the averages."""
-    accuracy: float = 0.0
-    num_tokens: int = 0
-    consecutive_skips: int = 0
-    """The number of steps, up to the last one, that were not finite; a log leaves it as it is."""
-
-    def add(self, metrics: StepMetrics) -> None:
-        """Adds a step."""
-        self.consecutive_skips = 0 if metrics.finite else self.consecutive_skips + 1
-        if metrics.finite:
-            num_tokens = int(metrics.num_tokens)
-            self.loss += float(metrics.loss) * num_tokens
-            self.accuracy += float(metrics.accuracy) * num_tokens
-            self.num_tokens += num_tokens
-
-    def take(self) -> tuple[float, float, int]:
-        """The averages of loss and accuracy over the targets, NaN without targets; their number. A new sum begins."""
-        loss, accuracy, num_tokens = self.loss, self.accuracy, self.num_tokens
-        self.loss, self.accuracy, self.num_tokens = 0.0, 0.0, 0
-        return (loss / num_tokens, accuracy / num_tokens, num_tokens) if num_tokens else (math.nan, math.nan, 0)
-
-
 class Reporter:
     """Collects the metrics of steps between two logs, writes their averages, and stops at a step that is not finite."""
 
@@ -147,9 +119,8 @@ class Reporter:
         batches: BatchIterator,
         save: Callable[[int, TrainState], None],
         workdir: object,
-        unlogged: Unlogged,
     ):
-        """`save` saves the state before a step that is not finite, and `unlogged`; messages name the `workdir`."""
+        """`save` saves the state before a step that is not finite; messages name the `workdir`."""
         run = setup.run
         self._setup, self._writer, self._batches, self._save, self._workdir = setup, writer, batches, save, workdir
         self._leaks = setup.reader.leaks_the_future
@@ -160,7 +131,7 @@ class Reporter:
         # Of a mixture: readings of as many targets as all stores have.
         self._epochs_per_step = targets_per_step / sum(num_targets(run.data, each) for each in totals)
         self._peak = peak_flops(run.model.activation_dtype)
-        self._unlogged, self._num_steps = unlogged, 0
+        self._num_steps = 0
         self._seconds_out = self._waited = 0.0
         self._began = time.perf_counter()
 
@@ -180,7 +151,11 @@ class Reporter:
         if stops:
             # Before a row is written with the steps that the resumed run has to log.
             self._save_before(state)
-        self._unlogged.add(metrics)
+        unlogged = self._writer.unlogged
+        # Skipped steps don't count in the averages.
+        unlogged.consecutive_skips = 0 if metrics.finite else unlogged.consecutive_skips + 1
+        if metrics.finite:
+            unlogged.add(int(metrics.num_tokens), {"loss": metrics.loss, "accuracy": metrics.accuracy})
         self._num_steps += 1
         if step % training.log_every == 0 or step == self._setup.stage.last_step:
             self._write(step, metrics)
@@ -190,7 +165,7 @@ class Reporter:
                 "saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another run "
                 f"from there with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
             )
-        skips = self._unlogged.consecutive_skips
+        skips = unlogged.consecutive_skips
         if skips >= min(training.max_consecutive_skips, training.num_steps):
             raise UserError(
                 f"{skips} steps in a row were skipped, the last one step {step}: {self._culprit(step, metrics)}; begin "
@@ -201,18 +176,18 @@ class Reporter:
     def _write(self, step: int, last: StepMetrics) -> None:
         now = time.perf_counter()
         seconds = max(now - self._began - self._seconds_out, 1e-9)
-        loss, accuracy, num_tokens = self._unlogged.take()
-        bits = loss / math.log(2)
+        averages, num_tokens = self._writer.unlogged.take()
+        bits = averages.get("loss", math.nan) / math.log(2)
         bits_per_byte = bits / self._bytes_per_token
         tokens_per_second = self._setup.run.data.tokens_per_step * self._num_steps / seconds
         flops = self._setup.model.training_flops_per_token * tokens_per_second
         self._writer.write(
             step,
             {
-                "loss": loss,
+                "loss": averages.get("loss", math.nan),
                 "bits_per_token": bits,
                 "bits_per_byte": bits_per_byte,
-                "accuracy": accuracy,
+                "accuracy": averages.get("accuracy", math.nan),
                 **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
                 # The optimizer does not count skipped steps.
                 "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),

@@ -1,6 +1,5 @@
 """Training: from a config and a working folder to a trained model."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
-from meliad_like.run.hooks import Reporter, Unlogged, check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.hooks import Reporter, check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import Setup, metadata, set_up, starting_state
 from meliad_like.training.checkpoints import Checkpoints
@@ -60,7 +59,7 @@ def train(
     keep = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
     with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **keep) as checkpoints:
         saved = checkpoints.read_metadata() if checkpoints.steps() else {}
-        start_step, logged = saved.get("step", 0), saved.get("logged", {})
+        start_step = saved.get("step", 0)
         if start_step >= num_steps:
             another = f"--load_dir={folder} starts another run with its parameters"
             more = another if run.schedule.reads_num_steps else "raise num_steps"
@@ -76,20 +75,14 @@ def train(
         tracking = {
             "trackers": run.trackers,
             "settings": configuration.bound_values(run),
-            "expected_rows": logged.get("rows", 0),
+            "logged": saved.get("logged"),
         }
         with open_session(folder, checkpoints, start_step, num_steps, profile_steps, **tracking) as session:
-            unlogged = Unlogged(**logged.get("unlogged", {}))
-            return _train_stages(setups[first:], state, session, ownership, load_dir, unlogged)
+            return _train_stages(setups[first:], state, session, ownership, load_dir)
 
 
 def _train_stages(
-    setups: Sequence[Setup],
-    state: TrainState,
-    session: Session,
-    ownership: Ownership,
-    load_dir: str | None,
-    unlogged: Unlogged,
+    setups: Sequence[Setup], state: TrainState, session: Session, ownership: Ownership, load_dir: str | None
 ) -> int:
     """Trains from the first of these stages to the last; returns the exit status."""
     run, start_step, say = setups[0].whole_run, int(state.step), session.writer.say
@@ -109,7 +102,7 @@ def _train_stages(
             lanes = f"{setup.reader.num_lanes} lanes of {setup.run.data.segment_length} tokens"
             say(f"step {setup.stage.first_step:,}: {lanes} from here on")
         if int(state.step) < setup.stage.last_step:
-            state, stopped = _train_stage(setup, state, session, ownership, unlogged)
+            state, stopped = _train_stage(setup, state, session, ownership)
             if stopped:
                 return EXIT_STATUS
     session.checkpoints.wait()
@@ -117,9 +110,7 @@ def _train_stages(
     return 0
 
 
-def _train_stage(
-    setup: Setup, state: TrainState, session: Session, ownership: Ownership, unlogged: Unlogged
-) -> tuple[TrainState, bool]:
+def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: Ownership) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, checkpoints, writer = epath.Path(session.folder), session.checkpoints, session.writer
@@ -130,9 +121,7 @@ def _train_stage(
             for store in setup.stores:
                 store.check_unchanged()
             ownership.check()
-            writer.upload()
-            logged = {"rows": writer.num_rows, "unlogged": dataclasses.asdict(unlogged)}
-            checkpoints.save(step, state, metadata(setup, step) | {"logged": logged})
+            checkpoints.save(step, state, metadata(setup, step) | {"logged": writer.keep()})
 
     train_step = setup.program.compile_step()
     with load_batches(
@@ -143,7 +132,7 @@ def _train_stage(
         batches_ahead=run.data.batches_ahead,
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
-        reporter = Reporter(setup, writer, batches, save, folder, unlogged)
+        reporter = Reporter(setup, writer, batches, save, folder)
         return run_steps(
             session,
             train_step,

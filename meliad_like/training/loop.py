@@ -93,7 +93,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Opens the metrics of a working folder, handles SIGTERM and Ctrl-C, and ends both in an orderly way.
 
-    `tracking` are the arguments `trackers` and `settings` of `MetricsWriter`.
+    `tracking` are further arguments of `MetricsWriter`.
     """
     with (
         MetricsWriter(folder, start_step, num_steps, **tracking) as writer,

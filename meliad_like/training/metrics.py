@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -21,13 +22,35 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from meliad_like.errors import UserError, refusals
-from meliad_like.remote import copy_folder, is_remote, one_line, size_of, write_whole
+from meliad_like.remote import copy_folder, flush, is_remote, one_line, size_of, write_whole
 from meliad_like.resumable import check_fields, parse_json
 from meliad_like.trackers import TensorBoard, TrackedRun, TrackerConfig
 
 FILE_NAME = "metrics.jsonl"
 IDENTITY_NAME = "tracked_as"
 UPLOAD_SECONDS = 30.0
+
+
+@dataclass
+class Unlogged:
+    """What a run knows of its steps since the last log; checkpoints carry it to the next row of a resumed run."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    weight: int = 0
+    consecutive_skips: int = 0
+    """The number of steps, up to the last one, that were not finite; a log leaves it as it is."""
+
+    def add(self, weight: int, figures: Mapping[str, Any]) -> None:
+        """Adds the figures of a step, such as averages over `weight` targets."""
+        for name, value in figures.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value) * weight
+        self.weight += weight
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """The averages of the steps, none without weight, and the weight. New sums begin."""
+        averages = {name: total / self.weight for name, total in self.sums.items() if self.weight}
+        weight, self.sums, self.weight = self.weight, {}, 0
+        return averages, weight
 
 
 class MetricsWriter:
@@ -40,19 +63,22 @@ class MetricsWriter:
         num_steps: int,
         trackers: Sequence[TrackerConfig] = (TensorBoard(),),
         settings: Mapping[str, Any] | None = None,
-        expected_rows: int = 0,
+        logged: Mapping[str, Any] | None = None,
     ):
         """Rows of steps after `start_step`, from an earlier attempt, are dropped: these steps are repeated.
 
         Args:
           trackers: what else receives the metrics.
           settings: the run's config for the trackers, by the names with which gin binds it.
-          expected_rows: the number of rows that the file had; where it is damaged or has fewer, a line says so, and the
-            readable rows stay.
+          logged: what `keep` returned for the checkpoint of `start_step`. If the file is damaged or has fewer rows, a line
+            says so, and the readable rows stay.
         """
         self._active = jax.process_index() == 0
         self.num_rows = 0
         """The number of rows in the file, in process 0."""
+        logged = logged or {"rows": 0, "unlogged": {}}
+        self.unlogged = Unlogged(**logged["unlogged"])
+        """The steps since the last row, in every process."""
         if not self._active:
             return
         self._start_step, self._num_steps, self._began, self._line = start_step, num_steps, time.perf_counter(), ""
@@ -67,8 +93,8 @@ class MetricsWriter:
         rows, problem = _readable_rows(path)
         earlier = [line for line, row in rows if row["step"] <= start_step]
         self.num_rows = len(earlier)
-        if problem or len(earlier) < expected_rows:
-            more = f"{self.num_rows} of {max(expected_rows, self.num_rows)} rows until step {start_step} are kept"
+        if problem or self.num_rows < logged["rows"]:
+            more = f"{self.num_rows} of {max(logged['rows'], self.num_rows)} rows until step {start_step} are kept"
             self.say(f"warning: {path} is damaged ({problem or 'rows are missing'}): {more}")
         if self._remote or problem or sum(map(len, earlier)) < size_of(path):
             write_whole(local / FILE_NAME, b"".join(earlier))
@@ -119,8 +145,16 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.flush()
 
+    def keep(self) -> dict[str, Any]:
+        """Lets all rows reach the disk or the object store; returns what a checkpoint keeps of the log, for JSON."""
+        if self._active:
+            flush(self._local / FILE_NAME)
+            flush(self._local)
+        self.upload()
+        return {"rows": self.num_rows, "unlogged": asdict(self.unlogged)}
+
     def upload(self, otherwise: str | None = None) -> None:
-        """Copies the files to an object store. It is called before a save, so that no earlier metrics are lost.
+        """Copies the files to an object store.
 
         If the object store refuses the copy, this is a UserError, or a warning if `otherwise` says what happens next.
         """

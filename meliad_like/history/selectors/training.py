@@ -100,7 +100,6 @@ class SelectorTraining:
     def __post_init__(self):
         self.leaks = self.inputs.leaks_the_future
         self.metadata = selector_metadata(self.selector, self.inputs, self.vocabulary) | {"trained_on": self.trained_on}
-        self._gathered: list[StepMetrics] = []
 
     def run(self) -> int:
         """Trains until `num_steps`, resuming from the folder's newest checkpoint.
@@ -114,13 +113,14 @@ class SelectorTraining:
         reader = PairsReader(train["score"].to_numpy(), feed, config.batch_size, config.seed)
         program = self._program(reader.batch(0, range(config.batch_size)))
         with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
+            logged = checkpoints.read_metadata()["logged"] if checkpoints.steps() else None
             state = self._starting_state(program, standard, checkpoints)
             start = int(state.step)
             if start >= last_step:
                 print(f"{workdir} is at step {start} of {last_step}: nothing left to do; raise num_steps to resume")
                 return 0
             with (
-                open_session(workdir, checkpoints, start, last_step) as session,
+                open_session(workdir, checkpoints, start, last_step, logged=logged) as session,
                 load_batches(reader, lane_sharding(self.mesh, config.batch_size), start) as batches,
             ):
                 session.writer.say(
@@ -130,7 +130,8 @@ class SelectorTraining:
 
                 def save(step: int, state: TrainState) -> None:
                     if step not in checkpoints.steps():
-                        checkpoints.save(step, state, self.metadata | {"step": step})
+                        logged = session.writer.keep()
+                        checkpoints.save(step, state, self.metadata | {"step": step, "logged": logged})
 
                 evaluate = partial(self.evaluate, validation, validation_feed, session.writer)
                 _, stopped = run_steps(
@@ -212,19 +213,17 @@ class SelectorTraining:
         Raises a UserError if the loss, the gradient or the parameters of the step are not finite.
         """
         metrics = jax.device_get(metrics)
-        self._gathered.append(metrics)
         if not (metrics.finite and np.isfinite(metrics.parameter_norm)):
             raise UserError(
                 f"the loss, the gradient or the parameters of step {step} are not finite; the checkpoints before are "
                 "kept: try a smaller learning rate, such as Adam.base_rate"
             )
+        writer.unlogged.add(1, {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "update_norm")})
         if step % self.config.log_every == 0 or step == self.config.num_steps:
-            names = ("loss", "gradient_norm", "update_norm")
-            figures = {name: float(np.mean([getattr(each, name) for each in self._gathered])) for name in names}
+            figures, _ = writer.unlogged.take()
             rate = {"learning_rate": self.config.optimizer.base_rate}
             writer.write(step, figures | rate, kind=label("train", self.leaks))
             writer.show(step, label(f"loss {figures['loss']:.4f}", self.leaks))
-            self._gathered = []
 
     def evaluate(self, pairs: pd.DataFrame, feed: Feed, writer: MetricsWriter, step: int, state: TrainState) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
