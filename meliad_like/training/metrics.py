@@ -70,8 +70,8 @@ class MetricsWriter:
         Args:
           trackers: what else receives the metrics.
           settings: the run's config for the trackers, by the names with which gin binds it.
-          logged: what `keep` returned for the checkpoint of `start_step`. If the file is damaged or has fewer rows, a line
-            says so, and the readable rows stay.
+          logged: what `keep` returned for the checkpoint of `start_step`. If the file is damaged or has fewer rows, a
+            line says so, and the readable rows stay.
         """
         self._active = jax.process_index() == 0
         self.num_rows = 0
