@@ -159,6 +159,7 @@ class Muon(AdamW):
     matrices have the size of AdamW's (Liu et al. 2025, section 2.2), so that both have one rate and one decay."""
 
     momentum: float = 0.95
+    """Decay of the sum of gradients that is made orthogonal."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -220,6 +221,7 @@ class Nesterov(OptimizerConfig):
     """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate."""
 
     momentum: float = 0.9
+    """Decay of the velocity."""
 
     def __post_init__(self):
         super().__post_init__()
