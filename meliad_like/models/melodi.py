@@ -59,11 +59,11 @@ class Window(NamedTuple):
     """Tokens and summary tokens of a window of every lane, `s` in all, and their heads."""
 
     number: Int[Array, ""]
-    """Of the window in its segment."""
+    """The number of the window in its segment, from 0."""
     x: Float[Array, "b s d"]
     placed_query: Float[Array, "b h s k"]
     query: Float[Array, "b h s k"]
-    """Without positions."""
+    """Queries without positions."""
     placed_key: Float[Array, "b h s k"]
     value: Float[Array, "b h s k"]
     age: Int[Array, " b"]
