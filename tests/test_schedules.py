@@ -62,6 +62,8 @@ def test_warmup_stable_decay():
     config = WarmupStableDecaySchedule(warmup_steps=10, max_rate=0.4, min_rate=0.1, decay_steps=20)
     rates = make_schedule(config, 100)(np.array([0, 5, 10, 80, 90, 100, 150]))
     np.testing.assert_allclose(rates, [0, 0.2, 0.4, 0.4, 0.25, 0.1, 0.1], rtol=1e-6)
+    with pytest.raises(UserError, match="warmup_steps=10 and decay_steps=20 are more than 29 steps"):
+        make_schedule(config, 29)
 
 
 def test_the_wave_after_the_warmup_ends_at_the_lowest_rate():
@@ -73,7 +75,7 @@ def test_the_wave_after_the_warmup_ends_at_the_lowest_rate():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_step_zero_of_a_warmup_has_rate_zero(name):
-    schedule = make_schedule(SCHEDULES[name](warmup_steps=10), num_steps=100)
+    schedule = make_schedule(SCHEDULES[name](warmup_steps=10), num_steps=2000)
     assert schedule(0) == 0
     assert schedule(1) > 0
 

@@ -61,19 +61,22 @@ def part_names(config: ModelConfig, carry: Any) -> list[str]:
 
 
 def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str]) -> Any:
-    """A carry with the named parts of another one. That may be from any place of any document, because mixers count the
-    tokens of their memories themselves."""
+    """A carry with the named parts of `source`, another carry, which may be from any place of any document, because
+    mixers count the tokens of their memories themselves."""
     if set(names) == set(part_names(config, carry)):
         return source
 
-    def of_mixer(name, ours, theirs):
-        def choose(one, other):
-            return other if (WINDOW if is_window(one) else name) in names else one
+    def exchanged(name, memory, other):
+        def choose(part, other_part):
+            return other_part if (WINDOW if is_window(part) else name) in names else part
 
-        return jax.tree.map(choose, ours, theirs, is_leaf=is_window)
+        return jax.tree.map(choose, memory, other, is_leaf=is_window)
 
-    both = zip(carry.layers, source.layers, strict=True)
-    return carry._replace(layers=[{name: of_mixer(name, a[name], b[name]) for name in a} for a, b in both])
+    layers = [
+        {name: exchanged(name, memory, other[name]) for name, memory in layer.items()}
+        for layer, other in zip(carry.layers, source.layers, strict=True)
+    ]
+    return carry._replace(layers=layers)
 
 
 class Carries(NamedTuple):

@@ -22,15 +22,15 @@ def join_lanes(carries: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *carries)
 
 
-def choose_lanes(flags: Bool[Array, " b"], chosen: Any, others: Any) -> Any:
-    """The lanes of the carry `chosen` where their flag is true, and those of the carry `others` elsewhere."""
+def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
+    """The lanes of the carry `flagged` where their flag is true, and those of the carry `unflagged` elsewhere."""
 
-    def choose(chosen: Array, others: Array) -> Array:
-        if chosen is others:
-            return others
-        return jnp.where(flags.reshape(-1, *[1] * (chosen.ndim - 1)), chosen, others)
+    def choose(flagged: Array, unflagged: Array) -> Array:
+        if flagged is unflagged:
+            return unflagged
+        return jnp.where(flags.reshape(-1, *[1] * (flagged.ndim - 1)), flagged, unflagged)
 
-    return jax.tree.map(choose, chosen, others)
+    return jax.tree.map(choose, flagged, unflagged)
 
 
 def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
     value: Float[Array, "b h m k"]
 
 
-class Found(NamedTuple):
+class Hits(NamedTuple):
     """The memories found for every query and head: the nearest first (`exact`) or by bucket (`bucketed`)."""
 
     slot: Int[Array, "b h t j"]
@@ -45,7 +45,7 @@ def search(
     filled: Int[Array, " b"],
     count: int,
     kind: MemorySearch,
-) -> Found:
+) -> Hits:
     """Finds the `count` memories with the largest inner products for each query, one piece of the memory at a time.
 
     Args:
@@ -76,7 +76,7 @@ def search(
     nothing = (jnp.full((b, h, count, t), -jnp.inf), jnp.zeros((b, h, count, t), jnp.int32))
     best, _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
     scores, slot = (jnp.swapaxes(x, 2, 3) for x in best)
-    return Found(slot, scores > -jnp.inf)
+    return Hits(slot, scores > -jnp.inf)
 
 
 def _merge_nearest(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]):

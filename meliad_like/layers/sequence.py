@@ -27,8 +27,8 @@ def num_parts() -> int:
 
 
 def over_sequence(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """`function(tokens, others) -> (by token, others)` for all devices along the axis. `tokens` and the first result
-    are trees of arrays [b, n, ...], sharded along `n`; the others are replicated."""
+    """`function(by token, replicated) -> (by token, replicated)` for all devices along the axis. What is by token are
+    trees of arrays [b, n, ...], sharded along `n`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get(AXIS, 1) == 1:
         return function

@@ -124,8 +124,8 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def step(self, x: Float[Array, "b d"], at: At, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
-        """The same for one token of every lane, with the carry's form for decoding, at a cost that does not depend on
-        the length of the document. Documents begin with a fresh carry, so nothing has to be reset."""
+        """The results for one token of every lane, and the carry after it, in its form for decoding. The cost does not
+        depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset."""
         raise NotImplementedError
 
     def begin_decoding(self, carry: Carry) -> Carry:
@@ -201,12 +201,12 @@ class StatesConfig(MixerConfig):
     """The config of a mixer with states that pass from block to block."""
 
     clear_states: bool = False
-    """Begin every segment with an empty memory, except for the window, which measures the memory's value beyond a
-    segment."""
+    """Whether every segment begins with an empty memory, except for the window, which measures the memory's value
+    beyond a segment."""
 
     @property
     def needs_segments(self) -> str | None:
-        """As in `Traits`."""
+        """The setting by which the carry depends on where segments end (`Traits.needs_segments`)."""
         return f"{type(self).__name__}.clear_states=True" if self.clear_states else None
 
 

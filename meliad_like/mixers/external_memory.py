@@ -104,24 +104,25 @@ class MemoryAttention(Mixer):
             first, last = position[:, :1], position[:, -1:]
             same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
             same_as_last = position == last - w * jnp.arange(per_turn)[::-1]
-            found_key, found_value, valid = self._find(memory, query, first[:, 0])
+            *recalled, valid = self._find(memory, query, first[:, 0])
             valid = valid & same_as_before[:, None, :, None]
             blocks = [rearrange(y, "b h (u w) k -> u b h w k", w=w) for y in (key, value)]
             blocks = (*blocks, position.T, same_as_last.T)
             memory, _ = jax.lax.scan(write, memory, blocks)
-            return memory, (found_key, found_value, valid)
+            return memory, (*recalled, valid)
 
         # The gradient is stopped outside of the scan, so that the scan has none. Otherwise JAX would compute and keep
         # for all pieces of the memory what does not change from turn to turn, such as the slots for every query.
         without_gradient = jax.lax.stop_gradient((tile.query, tile.block.key, tile.block.value))
         turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in without_gradient)
         turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
-        memory, found = jax.lax.scan(step, memory, turns)
-        return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in found]
+        memory, recalled = jax.lax.scan(step, memory, turns)
+        return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in recalled]
 
     def _find(self, memory: Memory, query: Float[Array, "b h t k"], filled: Int[Array, " b"]):
-        found = search(query, memory.key, filled, self.config.num_neighbors, self.config.search)
-        return *recall(memory, found.slot), found.valid
+        """The keys, values and validity of the memories for each query."""
+        hits = search(query, memory.key, filled, self.config.num_neighbors, self.config.search)
+        return *recall(memory, hits.slot), hits.valid
 
 
 @MIXERS.register("external_memory")

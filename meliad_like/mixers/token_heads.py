@@ -39,11 +39,11 @@ class Tile(NamedTuple):
     """Keys of unit length, without positions, and values of the block before. It is visible if it belongs to the same
     document, or if empty places are not masked."""
     block: KeysAndValues
-    """Those of the block."""
+    """Keys of unit length, without positions, and values of the block itself."""
     positions: Int[Array, "b c"]
     """The number of tokens of the document before each block."""
     placed_query: Float[Array, "b c h w k"]
-    """With positions, as the next two."""
+    """Queries with positions; the keys of the next two fields have them, too."""
     placed_key: Float[Array, "b c h w k"]
     placed_previous_key: Float[Array, "b c h w k"]
     bias: Float[Array, "h w"]

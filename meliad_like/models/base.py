@@ -59,7 +59,7 @@ class ModelConfig:
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
     positive: ClassVar[tuple[str, ...]] = ()
-    """The fields that must be at least 1, beside the sizes above."""
+    """The fields that must be at least 1, in addition to the sizes above."""
     rates: ClassVar[tuple[str, ...]] = ("dropout_rate",)
     """The fields that are dropout rates."""
     overlap: ClassVar[int] = 0

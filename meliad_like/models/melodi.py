@@ -59,11 +59,11 @@ class Window(NamedTuple):
     """Tokens and summary tokens of a window of every lane, `s` in all, and their heads."""
 
     number: Int[Array, ""]
-    """Of the window in its segment."""
+    """The number of the window in its segment, from 0."""
     x: Float[Array, "b s d"]
     placed_query: Float[Array, "b h s k"]
     query: Float[Array, "b h s k"]
-    """Without positions."""
+    """Queries without positions."""
     placed_key: Float[Array, "b h s k"]
     value: Float[Array, "b h s k"]
     age: Int[Array, " b"]
@@ -113,18 +113,18 @@ class MelodiLayer(Layer):
         (b, c), written = positions.shape, positions // w
         keys = [None] * 4 if dropout_key is None else list(jax.random.split(dropout_key, 4))
         windows = self._windows(x, written, keys)
-        old = self._memory_heads(carry.long, keys[2]) if self.long else ()
+        ring_heads = self._memory_heads(carry.long, keys[2]) if self.long else ()
         bias = self._bias()
 
         def step(state, window: Window):
-            short, made = state
+            short, segment_heads = state
             key_of = [None] * 4
             if keys[3] is not None:
                 key_of = list(jax.random.split(jax.random.fold_in(keys[3], window.number), 4))
             memory = self._memory_heads(jnp.where((window.age > 0)[:, None, None], short, 0), key_of[0])
             result = self._attend_window(bias, window, memory, key_of[1])
             if self.long:
-                seen = self._long_term(old, made, written[:, 0], window, c)
+                seen = self._long_term(ring_heads, segment_heads, written[:, 0], window, c)
                 result = self._mix_long(result, window.query, seen, key_of[2])
             y = self._finish(window.x, result, key_of[3])
             x, summaries = y[:, :w], y[:, w:]
@@ -134,12 +134,14 @@ class MelodiLayer(Layer):
                 # A key of its own for the vectors' dropout, which are read by later windows of the segment.
                 new_key = None if key_of[0] is None else jax.random.fold_in(key_of[0], 1)
                 new, begin = self._memory_heads(extracted, new_key), window.number * e
-                made = tuple(jax.lax.dynamic_update_slice_in_dim(y, z, begin, axis=2) for y, z in zip(made, new))
-            return (short, made), (x, summaries, extracted)
+                segment_heads = tuple(
+                    jax.lax.dynamic_update_slice_in_dim(y, z, begin, axis=2) for y, z in zip(segment_heads, new)
+                )
+            return (short, segment_heads), (x, summaries, extracted)
 
         heads = (b, self.shape.num_heads, c * e, self.shape.head_size)
-        made = (jnp.zeros(heads, x[0].dtype),) * 2 if self.long else ()
-        (short, _), (x, summaries, extracted) = jax.lax.scan(step, (carry.short, made), windows)
+        no_heads = (jnp.zeros(heads, x[0].dtype),) * 2 if self.long else ()
+        (short, _), (x, summaries, extracted) = jax.lax.scan(step, (carry.short, no_heads), windows)
         long = self._remember(carry.long, jnp.moveaxis(extracted, 0, 1), written) if self.long else None
         x, summaries = (rearrange(y, "c b s d -> b (c s) d") for y in (x, summaries))
         return (x, summaries), {NAME: MelodiCarry(short, long, position)}
@@ -207,12 +209,13 @@ class MelodiLayer(Layer):
         mixed = share * result.astype(jnp.float32) + (1 - share) * read.astype(jnp.float32)
         return mixed.astype(result.dtype)
 
-    def _long_term(self, old, made, written: Int[Array, " b"], window: Window, c: int):
+    def _long_term(self, ring_heads, segment_heads, written: Int[Array, " b"], window: Window, c: int):
         """The keys and values of the long-term memory before a window, and which of them are visible: of the last m
         those of its document, or with an empty memory that is not masked all, with zeros for the rest.
 
         Args:
-            old, made: the keys and values of the ring before the segment, and of the vectors of its `c` windows.
+            ring_heads: the keys and values of the ring before the segment.
+            segment_heads: the keys and values of the vectors of its `c` windows.
             written: the number of the document's windows before the segment.
         """
         e, m = self.config.long_length, self.config.long_slots
@@ -221,7 +224,7 @@ class MelodiLayer(Layer):
         in_segment = jnp.broadcast_to(jnp.arange(c * e), (len(written), c * e))
         vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * window.number
         last, real = (vector >= end - m) & (vector < end), vector >= end - e * window.age[:, None]
-        both = zip(old, made)
+        both = zip(ring_heads, segment_heads)
         if self.shape.mask_empty_cache:
             return *both, last & real
         halves = real[:, None, :m, None], real[:, None, m:, None]
@@ -250,11 +253,13 @@ class MelodiLayer(Layer):
         Returns:
             The summary tokens for the next layer, the short-term memory, and the vectors for the long-term memory.
         """
-        made = {name: mix.add_summaries(mixed[name], summaries) for name, mix in self._mixes.items()}
-        made = {name: y.astype(summaries.dtype) for name, y in made.items()}
+        results = {name: mix.add_summaries(mixed[name], summaries) for name, mix in self._mixes.items()}
+        results = {name: y.astype(summaries.dtype) for name, y in results.items()}
+        short = results["short"]
         # With another length, the reference has no residual.
-        short = made["short"] + summaries if self.config.short_length == self.config.num_summaries else made["short"]
-        return summaries + made.get("summary", 0), short, made.get("long")
+        if self.config.short_length == self.config.num_summaries:
+            short += summaries
+        return summaries + results.get("summary", 0), short, results.get("long")
 
     def begin_decoding(self, carry):
         memory, b = carry[NAME], len(carry[NAME].position)
@@ -328,7 +333,7 @@ class Melodi(LayerConfig):
     long_slots: int = size(4096, "length")
     """The number of vectors in a long-term memory (m); the oldest are overwritten."""
     clear_states: bool = False
-    """Begin every segment with empty memories, which measures their value beyond a segment."""
+    """Whether every segment begins with empty memories, which measures their value beyond a segment."""
 
     takes_mixers = False
 
@@ -368,7 +373,7 @@ class Melodi(LayerConfig):
         """The operations of memories and summary tokens, and of attention in full tiles.
 
         Not counted is what depends on the length n of segments: the projection of the long-term memory, 4 d i m / n
-        operations a token, and attention to the places of the segment's own vectors beside the m slots.
+        operations a token, and attention to the places of the segment's own vectors in addition to the m slots.
         """
         d, inner, w = shape.model_width, shape.inner_width, shape.window_length
         u, r, e, m = self.num_summaries, self.short_length, self.long_length, self.long_slots

@@ -67,14 +67,14 @@ def place_mixers(
             raise UserError(f"{type(mixer).__name__} reads what {MIXERS[mixer.reads].__name__} publishes: add it too")
         for i in _layers_of(mixer, mixers, entries, bare):
             layers[i].append(mixer)
-    for i, (here, entry) in enumerate(zip(layers, entries)):
-        windows = [type(mixer).__name__ for mixer in here if mixer.has_window]
-        if i in bare and here:
-            kinds = " and ".join(type(mixer).__name__ for mixer in here)
+    for i, (in_layer, entry) in enumerate(zip(layers, entries)):
+        windows = [type(mixer).__name__ for mixer in in_layer if mixer.has_window]
+        if i in bare and in_layer:
+            kinds = " and ".join(type(mixer).__name__ for mixer in in_layer)
             raise UserError(f"layer {i} can't have {kinds}: layers of its kind have no mixers")
         if len(windows) > 1:
             raise UserError(f"layer {i} can't have both {' and '.join(windows)}: each has the attention to the window")
-        if not here and i not in bare and FEEDFORWARD not in entry:
+        if not in_layer and i not in bare and FEEDFORWARD not in entry:
             raise UserError(f"layer {i} has no mixer by which it sees other tokens: name it in `layers`")
     with_feedforward = (i for i, entry in enumerate(entries) if i in bare or not pattern or FEEDFORWARD in entry)
     return tuple(map(tuple, layers)), tuple(with_feedforward)

@@ -161,12 +161,12 @@ class ShortformerLayer(Layer):
         if m:
             seen = jnp.concatenate([jax.lax.stop_gradient(carry.cache).astype(inputs.dtype), inputs], axis=1)
         place = num_cached[:, None] + np.arange(-m, w)
-        own = np.arange(-m, w) <= np.arange(w)[:, None]
+        not_later = np.arange(-m, w) <= np.arange(w)[:, None]
         mixed = attend(
             self._query(inputs, place[:, m:]),
             self._key(seen, place),
             split_heads(self.value(seen), config.num_heads),
-            mask=own & (place >= 0)[:, None, None, :],
+            mask=not_later & (place >= 0)[:, None, None, :],
             multiplier=dropout_multiplier(keys[1], config.attention_dropout_rate, (b, config.num_heads, w, m + w)),
         )
         x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))

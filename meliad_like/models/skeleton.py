@@ -185,8 +185,8 @@ class Skeleton(nnx.Module):
         """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
         `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`)."""
 
-        def read(by_token, others):
-            (tokens, targets), (module, carry, start, dropout_key) = by_token, others
+        def read(by_token, replicated):
+            (tokens, targets), (module, carry, start, dropout_key) = by_token, replicated
             hidden, carry = module(tokens, carry, start, dropout_key)
             softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
             return token_losses(module, hidden, targets, slice_length, softmax_key), carry
@@ -229,15 +229,15 @@ class Skeleton(nnx.Module):
             x = jax.tree.map(lambda y: constrain(y, "lanes", None, None), x)
             return x, (x, one)
 
-        outputs, new_layers, others = [x], [], zip(layers, keys, strict=True)
+        outputs, new_layers, carries_and_keys = [x], [], zip(layers, keys, strict=True)
         for group in groups:
-            own = list(itertools.islice(others, group.size))
+            of_group = list(itertools.islice(carries_and_keys, group.size))
             if group.size == 1:
-                x, results = apply(x, (group.layers, *own[0]))
-                results = [results]
+                x, result = apply(x, (group.layers, *of_group[0]))
+                results = [result]
             else:
                 one_layer = rematerialise_iteration(functools.partial(apply, inside_scan=True), self.config.remat)
-                x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(own)))
+                x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(of_group)))
                 results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
             outputs += [*(output for output, _ in results[:-1]), x]
             new_layers += [one for _, one in results]

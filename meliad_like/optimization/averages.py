@@ -1,6 +1,7 @@
-"""An average of the parameters during training, which everything that reads a model gets in their place.
+"""An average of the parameters over the steps of a training.
 
-The parameters of a training state are then the average. The parameters that the optimizer moves are in its state.
+The parameters of the training's state are then the average, so that evaluations, samples and all readers of checkpoints
+use it. The parameters that the optimizer moves are in its state.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class Averaged:
     trained: Any
     """The parameters that the optimizer moves, a tree like those of the model."""
     total: Float[Array, ""]
-    """The weight of the average."""
+    """The sum of the weights in the average."""
     count: Int[Array, ""]
     """The number of updates so far."""
     interpolation: float = field(metadata={"static": True})
@@ -36,10 +37,11 @@ def with_average(
     interpolation: float = 0.0,
     weight: Callable[[Int[Array, ""]], Any] = jnp.ones_like,
 ) -> optax.GradientTransformation:
-    """`optimizer` with an average of its parameters after each update, whose initial values don't count.
+    """An optimizer whose parameters are averaged after each update; their initial values don't count.
 
     Args:
-      decay: factor on the weights of all earlier parameters.
+      optimizer: what moves the parameters.
+      decay: factor on the weights of all earlier parameters, in each update.
       interpolation: see `Averaged`.
       weight: the number of updates before -> the weight of the parameters after this one.
     """

@@ -48,7 +48,7 @@ class OptimizerConfig:
         raise NotImplementedError
 
     def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
-        """`optimizer` with the average of the parameters."""
+        """The optimizer with the average of the parameters that the config asks for."""
         return with_average(optimizer, decay=self.average_decay) if self.average_decay else optimizer
 
 
@@ -159,6 +159,7 @@ class Muon(AdamW):
     matrices have the size of AdamW's (Liu et al. 2025, section 2.2), so that both have one rate and one decay."""
 
     momentum: float = 0.95
+    """Decay of the sum of gradients that is made orthogonal."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -172,11 +173,11 @@ class Muon(AdamW):
             optax.scale_by_learning_rate(rate),
         )
 
-        def kind(path, param) -> str:
+        def label(path, param) -> str:
             return "muon" if param.ndim == 2 and jax.tree_util.keystr(path[-1:], simple=True) == "kernel" else "adamw"
 
-        kinds = {"muon": muon, "adamw": super().transformation(rate)}
-        return optax.partition(kinds, lambda params: jax.tree.map_with_path(kind, params))
+        by_label = {"muon": muon, "adamw": super().transformation(rate)}
+        return optax.partition(by_label, lambda params: jax.tree.map_with_path(label, params))
 
 
 def orthogonal(updates: Any) -> Any:
@@ -220,6 +221,7 @@ class Nesterov(OptimizerConfig):
     """Nesterov's accelerated gradient as in fairseq, whose velocity is scaled with the learning rate."""
 
     momentum: float = 0.9
+    """Decay of the velocity."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -138,6 +138,13 @@ class WarmupStableDecaySchedule(DecayingScheduleConfig):
         super().__post_init__()
         check_positive(self, ("decay_steps",))
 
+    def length(self, num_steps: int) -> int:
+        length = super().length(num_steps)
+        if self.warmup_steps + self.decay_steps > length:
+            both = f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps}"
+            raise UserError(f"{both} are more than {length} steps, so that warmup_stable_decay never reaches max_rate")
+        return length
+
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         left = jnp.clip((length - step) / self.decay_steps, 0, 1)
         return self.min_rate + left * (self.max_rate - self.min_rate)

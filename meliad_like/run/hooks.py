@@ -189,8 +189,8 @@ class Reporter:
                 "bits_per_byte": bits_per_byte,
                 "accuracy": averages.get("accuracy", math.nan),
                 **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
-                # The optimizer does not count skipped steps.
-                "learning_rate": float(self._learning_rate(step - 1 - int(last.num_skipped))),
+                # The optimizer does not count skipped steps. There is no rate before that of step 0.
+                "learning_rate": float(self._learning_rate(max(step - 1 - int(last.num_skipped), 0))),
                 "num_tokens": num_tokens,
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,

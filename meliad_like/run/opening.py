@@ -24,7 +24,7 @@ VOCABULARY_FOLDER = "vocabulary"
 
 
 class OpenedCheckpoint(NamedTuple):
-    """All that evaluation and generation need."""
+    """A trained model as it was saved: its config, its parameters and its vocabulary."""
 
     run: RunConfig
     model: Model

@@ -12,7 +12,6 @@ from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
-from meliad_like.optimization.averages import begin_at
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
@@ -116,8 +115,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
         way_out = "train the model of the checkpoint, or choose another one"
         check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
-    params = {**state.params, **opened.params}
-    return state._replace(params=params, optimizer_state=begin_at(params, state.optimizer_state))
+    return state.starting_with({**state.params, **opened.params})
 
 
 def metadata(setup: Setup, step: int) -> dict:

@@ -13,7 +13,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import takes_norm_of_updates_first
 from meliad_like.models.model import Model
-from meliad_like.optimization.averages import gradient_point
+from meliad_like.optimization.averages import begin_at, gradient_point
 
 
 class TrainState(NamedTuple):
@@ -32,6 +32,10 @@ class TrainState(NamedTuple):
     """The number of skipped steps, whose loss or gradient was not finite (`nonfinite="skip"`)."""
     halted: Bool[Array, ""]
     """Set by a step with a non-finite loss or gradient under `nonfinite="stop"`; later steps change nothing."""
+
+    def starting_with(self, params: Any) -> "TrainState":
+        """The state before the first step with other parameters, which an average of the parameters begins with too."""
+        return self._replace(params=params, optimizer_state=begin_at(params, self.optimizer_state))
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, num_lanes: int, key: PRNGKeyArray) -> TrainState:
@@ -91,7 +95,7 @@ class Objective(NamedTuple):
 
 def language_model(model: Model, loss_slice: int, z_loss: float = 0.0) -> Objective:
     """The objective of a language model: the sum of the losses that count, over the number of positions in a batch.
-    `z_loss` is the factor on the squares of the logarithms of their softmax's sums, which the loss in metrics lacks.
+    `z_loss` is the factor of the z-loss (`TrainingConfig.z_loss`), which the loss in the metrics does not include.
 
     A token has the same weight in every step, as in the reference, whose objective is the sum. For an optimizer with
     momentum, the mean over the tokens would be another objective when the amount of padding varies.

@@ -196,9 +196,9 @@ class PretrainedConfig(ModelConfig):
     def flops_by_the_paper(self) -> float:
         """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).
 
-        Two operations for each parameter that is no embedding, and 2 l w d for attention (Kaplan et al. 2020, table 1),
-        rounded to three digits, times w / (w - overlap). Logits, biases, norms and the recurrence are not counted. For
-        GPT-2 small and a window of 300, the paper's 1.75e8 at overlap 0.
+        Two operations for each parameter that is not an embedding, and 2 l w d for attention (Kaplan et al. 2020, table
+        1), rounded to three digits, times w / (w - overlap). Logits, biases, norms and the recurrence are not counted.
+        For GPT-2 small and a window of 300, the paper's 1.75e8 at overlap 0.
         """
         d, queries = self.model_width, self.num_heads * self.head_size
         kernels = d * (2 * queries + 2 * self.num_key_value_heads * self.head_size)

@@ -68,7 +68,8 @@ class Block(Layer):
         return KeyValueCache(empty, empty)
 
     def __call__(self, x, at, carry, dropout_key=None):
-        """As of `Layer`; with the carry's form for decoding it holds the keys and values of the last window."""
+        """Reads a segment, as any `Layer`. A carry in its form for decoding gets the keys and values of the last
+        window."""
         positions = at.positions
         c = positions.shape[1]
         keys = [None] * 3 if dropout_key is None else list(jax.random.split(dropout_key, 3))
