@@ -116,7 +116,7 @@ def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache):
     tokens = jnp.asarray(generator.integers(0, 32, (2, b, c * w)), jnp.int32)
     start = jnp.asarray(generator.random((2, b, c)) < 0.3)
     default = DecoderConfig(
-        num_layers=2,
+        num_layers=1,
         model_width=16,
         num_heads=2,
         head_size=8,

@@ -75,6 +75,7 @@ def test_a_run_compiles_its_step_once_and_later_nothing(tmp_path, monkeypatch, c
         messages[step] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_count)
+    tiny_run.kept_program.cache_clear()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         assert train(parse(bindings), tmp_path / "workdir") == 0
     assert len([message for message in messages[10] if "train_step" in message]) == 1

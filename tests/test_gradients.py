@@ -9,9 +9,8 @@ import pytest
 from gin_parameters import needs
 
 from meliad_like import config
-from meliad_like.config import construction
+from meliad_like.config import construction, shrinking
 from meliad_like.config.bindings import collect
-from meliad_like.config.shrinking import shrink
 from meliad_like.history.config import HistorySettings
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
@@ -55,8 +54,10 @@ def small_models():
 
 
 @pytest.mark.parametrize("run", small_models())
-def test_every_parameter_gets_a_gradient(run):
-    model = Model(shrink(run).model, V)
+def test_every_parameter_gets_a_gradient(run, monkeypatch):
+    # One layer above another.
+    monkeypatch.setattr(shrinking, "MOST_LAYERS", 2)
+    model = Model(shrinking.shrink(run).model, V)
     blocks, w = 2, model.config.window_length
     params = model.init(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, V, (2, 2, blocks * w + 1)).astype(np.int32)
@@ -66,12 +67,15 @@ def test_every_parameter_gets_a_gradient(run):
     @jax.jit
     def gradient(params):
         def loss(params):
-            module, total = model.bind(params), 0.0
-            carry = module.init_carry(2)
-            for segment, starts in zip(tokens, start):
-                losses, carry = module.losses(segment[:, :-1], segment[:, 1:], carry, starts, slice_length=w)
-                total += jnp.sum(losses.nats)
-            return total
+            module = model.bind(params)
+
+            def read(carry, segment):
+                tokens, start = segment
+                losses, carry = module.losses(tokens[:, :-1], tokens[:, 1:], carry, start, slice_length=w)
+                return carry, jnp.sum(losses.nats)
+
+            # A loop, so that one segment is compiled.
+            return jnp.sum(jax.lax.scan(read, module.init_carry(2), (tokens, start))[1])
 
         return jax.grad(loss)(params)
 

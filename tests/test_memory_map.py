@@ -158,7 +158,7 @@ def parse(store, *more):
         "train_documents": SMALL.train_documents, "cell_documents": SMALL.cell_documents,
     }  # fmt: skip
     bindings = [f"MemoryTasksSource.{name} = {value!r}" for name, value in source.items()]
-    bindings += [f"ReaderConfig.store = '{store.folder}'", *more]
+    bindings += [f"ReaderConfig.store = '{store.folder}'", "DecoderConfig.num_layers = 2", *more]
     return config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
 
 

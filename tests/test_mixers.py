@@ -83,7 +83,7 @@ EXAMPLES = {
     "kimi_delta_attention": Example(KimiDeltaAttention(), "mixer/kimi_delta_attention.gin", sizes=FEWER_HEADS),
     "mamba2": Example(Mamba2(head_size=4, state_size=4, num_groups=2), "mixer/mamba2.gin"),
     "melodi": Example(
-        Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
+        Melodi(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",
     ),
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
@@ -188,6 +188,7 @@ def test_nothing_depends_on_the_future(name):
     assert (np.triu(strength, 1) == 0).all() and (np.diag(strength) > 0).all()
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def losses_and_gradient(model, params, carry, batch):
     def loss(params):
         losses, new_carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)
@@ -196,18 +197,26 @@ def losses_and_gradient(model, params, carry, batch):
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-def second_segment(model, params):
-    """The carry after a segment, and the next segment, within which documents begin."""
-    _, carry = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), starts(2, 4))
-    tokens = tokens_of(2, 5)[:, : 4 * W + 1]
-    return carry, Batch(tokens[:, :-1], tokens[:, 1:], np.ones((2, 4 * W), bool), starts(2, 4, (0, 2)), None, None)
+def second_segment(model, params, b):
+    """The carry after a segment, the same for every second lane, and the next segment, in which a document begins."""
+    _, carry = read(model, params, tokens_of(2, C, seed=1), begin(model, params, 2), starts(2, C))
+    tokens = tokens_of(b, C + 1)[:, : C * W + 1]
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((b, C * W), bool), starts(b, C, (0, 3)), None, None)
+    return jax.tree.map(lambda x: jnp.concatenate([x] * (b // 2)), carry), batch
+
+
+@functools.cache
+def segment_and_gradient(name, alone=False):
+    """The second segment and the carry before it, and their losses and gradient on one device."""
+    model, params = make(name, alone)
+    segment = second_segment(model, params, B)
+    return segment, losses_and_gradient(model, params, *segment)
 
 
 @of_each_mixer
 @alone_and_not
 def test_every_parameter_gets_a_gradient(name, alone):
-    model, params = make(name, alone)
-    (_, _), gradient = jax.jit(functools.partial(losses_and_gradient, model))(params, *second_segment(model, params))
+    _, ((_, _), gradient) = segment_and_gradient(name, alone)
     for path, leaf in jax.tree.leaves_with_path(gradient):
         assert (np.abs(leaf) > 0).any(), jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -215,27 +224,25 @@ def test_every_parameter_gets_a_gradient(name, alone):
 @of_each_mixer
 def test_what_is_computed_again_or_in_a_loop_of_layers_is_the_same(name):
     model, params = make(name, alone=True)
+    segment, expected = segment_and_gradient(name, alone=True)
     other = Model(dataclasses.replace(model.config, remat="dots", scan_layers=True), V)
-    here = second_segment(model, params)
-    ours, theirs = (jax.jit(functools.partial(losses_and_gradient, one))(params, *here) for one in (other, model))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    results = losses_and_gradient(other, params, *segment)
+    for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
 @of_each_mixer
 def test_in_bfloat16(name):
     """Logits are those of float32 but for rounding, all gradients are finite, and dtypes stay those of the carry."""
     model, params = make(name, alone=True)
-    carry, batch = second_segment(model, params)
     rounded = Model(dataclasses.replace(model.config, activation_dtype="bfloat16"), V)
-    begun = begin(rounded, params, 2)
-    carry_dtypes = jax.tree.map(lambda x: x.dtype, begun)
-    _, same = read(rounded, params, tokens_of(2, 4, seed=1), begun, starts(2, 4))
-    assert jax.tree.map(lambda x: x.dtype, same) == carry_dtypes
+    (carry, _), (same, batch) = (second_segment(one, params, 2) for one in (model, rounded))
+    dtypes, begun_dtypes = (jax.tree.map(lambda x: x.dtype, one) for one in (same, begin(rounded, params, 2)))
+    assert dtypes == begun_dtypes
     logits, _ = read(rounded, params, batch.inputs, same, batch.start)
     expected, _ = read(model, params, batch.inputs, carry, batch.start)
     assert np.abs(logits - expected).max() < 0.1 * np.abs(expected).max()
-    _, gradient = jax.jit(functools.partial(losses_and_gradient, rounded))(params, same, batch)
+    _, gradient = losses_and_gradient(rounded, params, same, batch)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -247,15 +254,12 @@ def test_sharded_equals_unsharded(name, shape):
         with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
             model.config.check_sequence(C * W, shape[3])
         return
-    tokens = tokens_of(B, C + 1)[:, : C * W + 1]
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((B, C * W), bool), starts(B, C, (0, 3)), None, None)
-    carry, step = begin(model, params, B), jax.jit(functools.partial(losses_and_gradient, model))
-    expected = step(params, carry, batch)
+    (carry, batch), expected = segment_and_gradient(name)
     mesh = make_mesh(MeshConfig(*shape))
     where = parameter_shardings(mesh, model.axes, params), carry_shardings(mesh, B, model.carry_axes(carry))
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, s) for x, s in zip((params, carry, batch), (*where, lane_sharding(mesh, B)))]
-        results = step(*placed)
+        results = losses_and_gradient(model, *placed)
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
@@ -284,7 +288,9 @@ def run(tmp_path_factory):
 @of_each_mixer
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
-    run = dataclasses.replace(run, model=model_of(name).config, data=data)
+    # As few layers as possible: programs of training are large.
+    model = dataclasses.replace(model_of(name, alone=True).config, num_layers=1 + len(EXAMPLES[name].needs))
+    run = dataclasses.replace(run, model=model, data=data)
     assert train(run, tmp_path / "straight") == 0
     # As a kill would have left it.
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
@@ -307,7 +313,7 @@ def test_a_token_costs_the_same_wherever_it_stands(name):
     carry = begin(model, params, 2, decoding=True)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), carry)
     for _ in range(3):
-        _, carry = decode(model, params, tokens_of(2, 5), carry)
+        _, carry = decode(model, params, tokens_of(2, 8), carry)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), carry) == shapes
 
 

@@ -1,10 +1,12 @@
 """A tiny training run on synthetic documents."""
 
+import dataclasses
 import functools
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from jax.sharding import Mesh
 
 from meliad_like import config
 from meliad_like.config import RunConfig
-from meliad_like.config.run import Stage
+from meliad_like.config.run import Stage, TrainingConfig
 from meliad_like.data.preparation import prepare
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run import setup, training
@@ -107,12 +109,32 @@ def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> sub
 
 
 @functools.lru_cache(maxsize=16)
-def _kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_step: Callable) -> Program:
+def kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_step: Callable) -> Program:
     return make_program(run, vocabulary_size, mesh)
 
 
+def _program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
+    """The program of the first run that differs in nothing that a program is made from."""
+    names = ["seed", "gradient_accumulation", "loss_slice", "nonfinite"]
+    names += ["num_steps"] if run.schedule.reads_num_steps else []
+    training = TrainingConfig(**{name: getattr(run.training, name) for name in names})
+    same = {name: getattr(RunConfig(), name) for name in ("source", "vocabulary", "mesh", "trackers")}
+    run = dataclasses.replace(run, **same, training=training, data=dataclasses.replace(run.data, store=""))
+    return kept_program(run, vocabulary_size, mesh, program.make_train_step)
+
+
+def _kept_step(program: Program, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    if options:
+        return _compile_step(program, options)
+    if program.train_step not in _kept_steps:
+        _kept_steps[program.train_step] = _compile_step(program)
+    return _kept_steps[program.train_step]
+
+
 # Most tests train the same run again, whose step then need not be traced and compiled again.
-setup.make_program = lambda *arguments: _kept_program(*arguments, program.make_train_step)
+setup.make_program = _program
+_compile_step, Program.compile_step = Program.compile_step, _kept_step
+_kept_steps: weakref.WeakKeyDictionary[Any, jax.stages.Compiled] = weakref.WeakKeyDictionary()
 
 
 def mesh_of_the_first_devices(mesh: MeshConfig) -> Mesh:

@@ -38,6 +38,7 @@ def begin(model, params, b, decoding=False):
     return module.begin_decoding(carry) if decoding else carry
 
 
+# The checks below read 8, 4 and 1 blocks of two lanes and decode 32 and 3 tokens, so that they share their programs.
 def tokens_of(b, blocks, seed=0):
     return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
 
@@ -56,29 +57,33 @@ def assert_same(ours, theirs):
 
 def check_token_by_token(model, params):
     """Decoding equals the segments, also after changes from decoding to segments and back."""
-    segments = np.split(tokens_of(2, 12), 3, axis=1)
+    segments = np.split(tokens_of(2, 24), 3, axis=1)
     expected, carry = [], begin(model, params, 2)
     for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 4))
+        logits, carry = read(model, params, segment, carry, starts(2, 8))
         expected.append(logits)
     carry, module = begin(model, params, 2, decoding=True), model.bind(params)
     first, carry = decode(model, params, segments[0], carry)
-    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 4))
+    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 8))
     third, _ = decode(model, params, segments[2], module.begin_decoding(carry))
     assert_same([first, second, third], expected)
 
 
 def check_lanes(model, params):
     """Lanes decode independently: lane 1 is 3 tokens behind, so that the lanes' blocks end at different steps."""
-    tokens, carries = tokens_of(2, 6), []
-    for lane, length in ((0, 6), (1, 3)):
+    tokens, carries = tokens_of(2, 16), []
+    for lane, lengths in ((0, (3, 3)), (1, (3,))):
         carry = begin(model, params, 1, decoding=True)
-        carries.append(decode(model, params, tokens[lane : lane + 1, :length], carry)[1])
+        for piece in np.split(tokens[lane : lane + 1, : sum(lengths)], len(lengths), axis=1):
+            _, carry = decode(model, params, piece, carry)
+        carries.append(carry)
     carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
     assert carry.position.tolist() == [6, 3]
-    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
-    expected, _ = read(model, params, tokens, begin(model, params, 2), starts(2, 6))
-    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
+    logits, _ = decode(model, params, np.stack([tokens[0, 6:38], tokens[1, 3:35]]), carry)
+    first, carry = read(model, params, tokens[:, : 8 * W], begin(model, params, 2), starts(2, 8))
+    second, _ = read(model, params, tokens[:, 8 * W :], carry, starts(2, 8))
+    expected = jnp.concatenate([first, second], axis=1)
+    assert_same(logits, jnp.stack([expected[0, 6:38], expected[1, 3:35]]))
 
 
 def check_segments(model, params):
@@ -96,15 +101,15 @@ def check_segments(model, params):
 
 def check_documents(model, params):
     """Documents that begin inside of a segment equal the same documents alone, and leave the same carry."""
-    tokens, n = tokens_of(2, 6), 6 * W
+    tokens, n = tokens_of(2, 8), 8 * W
     # Both lanes continue another document; lane 0 has two beginnings, lane 1 begins at once.
-    _, carry = read(model, params, tokens_of(2, 6, seed=1), begin(model, params, 2), starts(2, 6))
-    together, carry = read(model, params, tokens, carry, starts(2, 6, (0, 1), (0, 4), (1, 0)))
-    assert carry.position.tolist() == [2 * W, 6 * W]
+    _, carry = read(model, params, tokens_of(2, 8, seed=1), begin(model, params, 2), starts(2, 8))
+    together, carry = read(model, params, tokens, carry, starts(2, 8, (0, 1), (0, 4), (1, 0)))
+    assert carry.position.tolist() == [4 * W, 8 * W]
     for lane, first, last in ((0, W, 4 * W), (0, 4 * W, n), (1, 0, n)):
         alone = np.zeros((2, n), np.int32)
         alone[0, : last - first] = tokens[lane, first:last]
-        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 6))
+        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 8))
         assert_same(together[lane, first:last], expected[0, : last - first])
     return carry, alone_carry
 
@@ -112,7 +117,6 @@ def check_documents(model, params):
 def check_parts(model, params):
     """A carry with all parts of another one is that one, at whatever places of their documents both are."""
     config, next_tokens, next_starts = model.config, tokens_of(2, 4, seed=3), starts(2, 4, (1, 2))
-    # Numbers of blocks for which other checks compile programs.
     _, here = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
     _, there = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), starts(2, 4))
     _, there = read(model, params, tokens_of(2, 1, seed=2), there, starts(2, 1))
