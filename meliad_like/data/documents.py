@@ -34,7 +34,7 @@ class Document:
     """The reasons why files of the document were left out, one line each."""
 
     def __post_init__(self) -> None:
-        if not self.text.strip():
+        if not self.text or self.text.isspace():
             raise EmptyDocumentError(
                 f"document {self.name} is empty: remove it, "
                 "or leave such documents out with SourceConfig.empty = 'skip'"
