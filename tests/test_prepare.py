@@ -314,7 +314,7 @@ def test_parts_of_other_settings_numbers_and_documents_are_refused(texts, tmp_pa
     with pytest.raises(UserError, match="--part=2/2 must be one of 0/2 to 1/2"):
         prepare_part(config(texts), BYTES, store, 2, 2, 1)
     (texts / "3.txt").write_text("changed")
-    with pytest.raises(UserError, match="files is '.*' there"):
+    with pytest.raises(UserError, match="names, sizes and times of files is '.*' there"):
         prepare_part(config(texts), BYTES, store, 1, 2, 1)
 
 

@@ -91,10 +91,12 @@ def prepare(
         if folder.exists() and any(folder.iterdir()):
             if not (folder / STORE_NAME).exists():
                 raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-            store = _existing(folder, source, vocabulary, console)
+            store = TokenStore(folder)
+            store.check_settings(source, vocabulary)
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
             way_out = "delete the token store, or choose another --store"
             check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
+            console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
                 if (parts / PARTS_NAME).exists():
@@ -147,7 +149,8 @@ def prepare_part(
     folder, parts, console = _places(folder)
     opened = open_source(source)
     if (folder / STORE_NAME).exists():
-        _existing(folder, source, vocabulary, console)
+        TokenStore(folder).check_settings(source, vocabulary)
+        console.print(f"reusing the token store {folder}")
         return
     identity = _identity(source, opened, vocabulary) | {"parts": number}
     opened = fill_splits(source, opened)
@@ -165,8 +168,8 @@ def prepare_part(
             console.print(f"reusing part {index}/{number} in {part}")
             return
         with whole_folder(part) as incomplete:
-            shown = opened.part(index, number)
-            written = _write(incomplete, parts / VOCABULARY_NAME, source, shown, num_workers, console)
+            documents = opened.part(index, number)
+            written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers, console)
             write_json(incomplete / PART_NAME, asdict(written))
     console.print(f"part {index}/{number} is in {part}")
 
@@ -180,17 +183,11 @@ def _places(folder: str | Path) -> tuple[Path, Path, Console]:
     return folder, folder.with_name(f"{folder.name}.parts"), console
 
 
-def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig, console: Console) -> TokenStore:
-    store = TokenStore(folder)
-    store.check_settings(source, vocabulary)
-    console.print(f"reusing the token store {folder}")
-    return store
-
-
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
     """What all parts of a store have in common."""
     settings = {"source": config.settings, "vocabulary": vocabulary.settings}
-    return {"version": FORMAT_VERSION, **settings, "files": short(files_fingerprint(source))}
+    files = {"names, sizes and times of files": short(files_fingerprint(source))}
+    return {"version": FORMAT_VERSION, **settings, **files}
 
 
 def _check_parts(parts: Path, identity: dict[str, object]) -> int:
