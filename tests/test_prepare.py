@@ -103,12 +103,11 @@ def test_folder_with_something_else(texts, tmp_path):
         prepare(config(texts), BYTES, texts, 1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    "data, message, skip",
+    "data, message, skip, num_workers",
     [
-        (b" \n", "document 5 is empty", "empty"),
-        (b"caf\xe9", "5.txt is not UTF-8 .byte 0xe9 at offset 3", "undecodable"),
+        (b" \n", "document 5 is empty", "empty", 1),
+        (b"caf\xe9", "5.txt is not UTF-8 .byte 0xe9 at offset 3", "undecodable", 2),
     ],
 )
 def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message, skip, num_workers):
@@ -147,7 +146,7 @@ def test_all_bad_records_are_read_and_counted(tmp_path):
 def test_ctrl_c_while_documents_are_read_for_the_vocabulary(texts, tmp_path, monkeypatch):
     """SentencePiece makes an error of its own of it."""
 
-    def read(reference, config):
+    def read(reference):
         if reference().name == "12":
             raise KeyboardInterrupt
         return reference()
@@ -174,9 +173,10 @@ def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, 
     names, begin = [], 0
     monkeypatch.setattr(encoding, "PIECE_BYTES", 2000)
     while True:
-        results, is_complete = encoding._encode_in_worker(config(texts), vocabulary, piece, begin)
-        assert all(np.asarray(result[2]).dtype == np.uint16 for result in results)
-        names += [result[0] for result in results]
+        results, is_complete = encoding._encode_in_worker(vocabulary, piece, begin)
+        for result in results:
+            assert isinstance(result, encoding.Encoded) and result.tokens.dtype == np.uint16
+            names.append(result.name)
         begin += len(results)
         if is_complete:
             break
@@ -239,7 +239,7 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
             yield reference
 
     ByteVocabulary().save(tmp_path)
-    results = encode_all(config(texts), dataclasses.replace(source, shards=(references,)), tmp_path, 2)
+    results = encode_all(dataclasses.replace(source, shards=(references,)), tmp_path, 2)
     next(results)
     assert len(started) == 8
     # Ctrl-C is a signal to all processes, of which the first one alone ends the work.
@@ -314,7 +314,7 @@ def test_parts_of_other_settings_numbers_and_documents_are_refused(texts, tmp_pa
     with pytest.raises(UserError, match="--part=2/2 must be one of 0/2 to 1/2"):
         prepare_part(config(texts), BYTES, store, 2, 2, 1)
     (texts / "3.txt").write_text("changed")
-    with pytest.raises(UserError, match="files is '.*' there"):
+    with pytest.raises(UserError, match="names, sizes and times of files is '.*' there"):
         prepare_part(config(texts), BYTES, store, 1, 2, 1)
 
 

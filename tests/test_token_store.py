@@ -166,3 +166,6 @@ def test_token_type_holds_every_id():
 
 def test_words_are_runs_without_whitespace():
     assert count_words(" To be,\n\nor not\tto-be:  'tis ") == 6
+    # Also where a text is counted in pieces, in a word, behind it and before it.
+    for text in ("word " * 40_000, "x" * 65_535 + " y", "x" * 65_536 + "\u2003y", "x" * 200_000, " " * 70_000):
+        assert count_words(text) == len(text.split())

@@ -34,7 +34,7 @@ class Document:
     """The reasons why files of the document were left out, one line each."""
 
     def __post_init__(self) -> None:
-        if not self.text.strip():
+        if not self.text or self.text.isspace():
             raise EmptyDocumentError(
                 f"document {self.name} is empty: remove it, "
                 "or leave such documents out with SourceConfig.empty = 'skip'"
@@ -99,20 +99,22 @@ def _share(shard: Shard, begin: int, end: int, number: int) -> Iterable[Referenc
 class BadDocumentError(UserError):
     """A document, or a file of documents, that can't be used."""
 
-    kind = "can't be read"
+    kind: ClassVar[str] = "can't be read"
     """What several of them have in common, as a predicate."""
+    policy: ClassVar[str] = ""
+    """The field of the source's config that may leave such a document out; "": none."""
 
 
 class NotUTF8Error(BadDocumentError):
     """A document that cannot be decoded, or (from JSON escapes) not be encoded, as UTF-8."""
 
-    kind = "are not UTF-8"
+    kind, policy = "are not UTF-8", "undecodable"
 
 
 class EmptyDocumentError(BadDocumentError):
     """A document without a single character that is not whitespace."""
 
-    kind = "are empty"
+    kind, policy = "are empty", "empty"
 
 
 class RecordError(BadDocumentError):

@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meliad_like.data.documents import (
-    BadDocumentError,
-    Document,
-    EmptyDocumentError,
-    NotUTF8Error,
-    Reference,
-    Source,
-    SourceConfig,
-)
+from meliad_like.data.documents import BadDocumentError, Document, Reference, Source
 from meliad_like.data.split import count_words
 from meliad_like.data.token_store import token_dtype
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
@@ -35,16 +27,6 @@ from meliad_like.errors import UserError
 PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
 """The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
 last document."""
-
-
-class LeftOut(NamedTuple):
-    """A bad document."""
-
-    kind: str
-    """`BadDocumentError.kind`."""
-    reason: str
-    allowed: bool
-    """Whether the config's policies leave it out; otherwise there will be no store."""
 
 
 class Encoded(NamedTuple):
@@ -62,21 +44,19 @@ class Encoded(NamedTuple):
     """The reasons why files of the document were left out."""
 
 
-def encode_all(
-    config: SourceConfig, source: Source, vocabulary_folder: Path, num_workers: int
-) -> Iterator[Encoded | LeftOut]:
-    """Encodes all documents. Yields each in the order of the source, or the reason why it is left out.
+def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Iterator[Encoded | BadDocumentError]:
+    """Encodes all documents. Yields each in the order of the source, or why it is bad.
 
     Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
     """
     if not num_workers:
         num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_workers == 1:
-        yield from map(partial(_encode, config, load_vocabulary(vocabulary_folder)), source.references())
+        yield from map(partial(_encode, load_vocabulary(vocabulary_folder)), source.references())
         return
     # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
-    encode, references = partial(_encode_in_worker, config, vocabulary_folder), iter(source.references())
+    encode, references = partial(_encode_in_worker, vocabulary_folder), iter(source.references())
     waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
     num_documents = num_bytes = 0
 
@@ -130,14 +110,14 @@ def _piece(references: Iterator[Reference], most: int) -> bytes:
 
 
 def _encode_in_worker(
-    config: SourceConfig, vocabulary_folder: Path, piece: bytes, begin: int
-) -> tuple[list[Encoded | LeftOut], bool]:
+    vocabulary_folder: Path, piece: bytes, begin: int
+) -> tuple[list[Encoded | BadDocumentError], bool]:
     """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
     vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
     for reference in itertools.islice(_unpickled(piece), begin, None):
         if num_bytes > PIECE_BYTES:
             return results, False
-        results.append(_encode(config, vocabulary, reference))
+        results.append(_encode(vocabulary, reference))
         num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
     return results, True
 
@@ -152,9 +132,9 @@ def _unpickled(piece: bytes) -> Iterator[Reference]:
 _vocabulary_of_worker = functools.cache(load_vocabulary)
 
 
-def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) -> Encoded | LeftOut:
-    document = read(reference, config)
-    if isinstance(document, LeftOut):
+def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocumentError:
+    document = read(reference)
+    if isinstance(document, BadDocumentError):
         return document
     text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
     num_bytes = len(text.encode("utf-8"))
@@ -162,10 +142,9 @@ def _encode(config: SourceConfig, vocabulary: Vocabulary, reference: Reference) 
     return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
 
 
-def read(reference: Reference, config: SourceConfig) -> Document | LeftOut:
+def read(reference: Reference) -> Document | BadDocumentError:
     """The document, or why it is bad."""
     try:
         return reference()
     except BadDocumentError as error:
-        policies = {NotUTF8Error: config.undecodable, EmptyDocumentError: config.empty}
-        return LeftOut(error.kind, str(error), policies.get(type(error)) == "skip")
+        return error.with_traceback(None)

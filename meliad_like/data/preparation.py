@@ -7,8 +7,9 @@ STORE.parts/3/train/ ...  the splits of a part, as in a token store
 """
 
 import contextlib
+import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,14 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
-    Document,
+    BadDocumentError,
     Source,
     SourceConfig,
     fill_splits,
     open_source,
     source_fingerprint,
 )
-from meliad_like.data.encoding import LeftOut, encode_all, read
+from meliad_like.data.encoding import encode_all, read
 from meliad_like.data.token_store import (
     FORMAT_VERSION,
     NAMES_NAME,
@@ -90,10 +91,12 @@ def prepare(
         if folder.exists() and any(folder.iterdir()):
             if not (folder / STORE_NAME).exists():
                 raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-            store = _existing(folder, source, vocabulary, console)
+            store = TokenStore(folder)
+            store.check_settings(source, vocabulary)
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
             way_out = "delete the token store, or choose another --store"
             check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
+            console.print(f"reusing the token store {folder}")
         else:
             with whole_folder(folder) as incomplete:
                 if (parts / PARTS_NAME).exists():
@@ -146,7 +149,8 @@ def prepare_part(
     folder, parts, console = _places(folder)
     opened = open_source(source)
     if (folder / STORE_NAME).exists():
-        _existing(folder, source, vocabulary, console)
+        TokenStore(folder).check_settings(source, vocabulary)
+        console.print(f"reusing the token store {folder}")
         return
     identity = _identity(source, opened, vocabulary) | {"parts": number}
     opened = fill_splits(source, opened)
@@ -164,8 +168,8 @@ def prepare_part(
             console.print(f"reusing part {index}/{number} in {part}")
             return
         with whole_folder(part) as incomplete:
-            shown = opened.part(index, number)
-            written = _write(incomplete, parts / VOCABULARY_NAME, source, shown, num_workers, console)
+            documents = opened.part(index, number)
+            written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers, console)
             write_json(incomplete / PART_NAME, asdict(written))
     console.print(f"part {index}/{number} is in {part}")
 
@@ -179,17 +183,11 @@ def _places(folder: str | Path) -> tuple[Path, Path, Console]:
     return folder, folder.with_name(f"{folder.name}.parts"), console
 
 
-def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig, console: Console) -> TokenStore:
-    store = TokenStore(folder)
-    store.check_settings(source, vocabulary)
-    console.print(f"reusing the token store {folder}")
-    return store
-
-
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
     """What all parts of a store have in common."""
     settings = {"source": config.settings, "vocabulary": vocabulary.settings}
-    return {"version": FORMAT_VERSION, **settings, "files": short(files_fingerprint(source))}
+    files = {"names, sizes and times of files": short(files_fingerprint(source))}
+    return {"version": FORMAT_VERSION, **settings, **files}
 
 
 def _check_parts(parts: Path, identity: dict[str, object]) -> int:
@@ -225,17 +223,15 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    bad, failures = [], []
+    failures = []
 
     def texts() -> Iterator[str]:
         try:
-            documents = (read(reference, config) for reference in source.references())
-            for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
-                if isinstance(document, Document) and document.split == "train":
+            documents = map(read, source.references())
+            documents = _with_progress(documents, source, console, "reading documents for the vocabulary")
+            for document in _good(documents, config, [], console):
+                if document.split == "train":
                     yield document.text
-                elif isinstance(document, LeftOut) and not document.allowed:
-                    bad.append(document)
-            _check_documents(bad, console)
             console.print("learning the vocabulary")
         except BaseException as error:
             failures.append(error)
@@ -248,6 +244,34 @@ def _make_vocabulary(
         if failures:
             raise KeyboardInterrupt if isinstance(failures[0], GeneratorExit) else failures[0] from None
         raise
+
+
+def _good(
+    results: Iterable[Result | BadDocumentError], config: SourceConfig, skipped: list[str], console: Console
+) -> Iterator[Result]:
+    """The results that are not bad documents. The reasons of those that the config leaves out are added to `skipped`.
+
+    At the end, if there are others, it prints the first reasons of each kind and raises a UserError with the numbers.
+    """
+    kinds: dict[str, list[str]] = {}
+    for result in results:
+        if not isinstance(result, BadDocumentError):
+            yield result
+        elif result.policy and getattr(config, result.policy) == "skip":
+            skipped.append(str(result))
+        else:
+            kinds.setdefault(result.kind, []).append(str(result))
+    if not kinds:
+        return
+    first, *further = itertools.chain.from_iterable(kinds.values())
+    if not further:
+        raise UserError(first)
+    for kind, reasons in kinds.items():
+        console.print("\n".join(reasons[:SHOWN]), style="yellow")
+        if len(reasons) > SHOWN:
+            console.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
+    numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
+    raise UserError(f"documents can't be used: {numbers}")
 
 
 def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
@@ -266,18 +290,12 @@ def _write(
     """
     loaded = load_vocabulary(vocabulary)
     writers = {split: SplitWriter(folder / split, loaded) for split in SPLITS}
-    bad, skipped, changed = [], [], 0
-    with contextlib.closing(encode_all(config, source, vocabulary, num_workers)) as encoded:
-        for result in _with_progress(encoded, source, console, "tokenising"):
-            if isinstance(result, LeftOut) and result.allowed:
-                skipped.append(result.reason)
-            elif isinstance(result, LeftOut):
-                bad.append(result)
-            else:
-                writers[result.split].write(result.name, result.tokens, result.num_bytes, result.num_words)
-                changed += not result.restored
-                skipped += result.skipped
-    _check_documents(bad, console)
+    skipped, changed = [], 0
+    with contextlib.closing(encode_all(source, vocabulary, num_workers)) as encoded:
+        for document in _good(_with_progress(encoded, source, console, "tokenising"), config, skipped, console):
+            writers[document.split].write(document.name, document.tokens, document.num_bytes, document.num_words)
+            changed += not document.restored
+            skipped += document.skipped
     return Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
@@ -338,19 +356,3 @@ def _print_table(store: TokenStore, console: Console) -> None:
     header = ("split", "documents", "tokens", "bytes", "words", "longest (tokens)")
     table = Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
     console.print(table.to_rich(), soft_wrap=False)
-
-
-def _check_documents(bad: Sequence[LeftOut], console: Console) -> None:
-    """Prints the first reasons of each kind and raises a UserError with the numbers, if there are bad documents."""
-    kinds: dict[str, list[str]] = {}
-    for document in bad:
-        kinds.setdefault(document.kind, []).append(document.reason)
-    if len(bad) == 1:
-        raise UserError(bad[0].reason)
-    for kind, reasons in kinds.items():
-        console.print("\n".join(reasons[:SHOWN]), style="yellow")
-        if len(reasons) > SHOWN:
-            console.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
-    if bad:
-        numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
-        raise UserError(f"documents can't be used: {numbers}")

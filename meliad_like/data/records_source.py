@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
-    BadDocumentError,
     Document,
     FolderSourceConfig,
     RecordError,
@@ -73,6 +72,8 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """The suffixes of the names of the files that are read."""
+    unreadable: ClassVar[str] = ""
+    """What is said of a damaged file."""
 
     def open(self) -> Source:
         path, passed_over = Path(self.folder).expanduser().absolute(), ""
@@ -96,8 +97,9 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
                 if record:
                     # The record itself: a compressed file cannot be read from the middle.
                     yield partial(self.read, record, f"{file}:{number}", split)
-        except (OSError, BadDocumentError) as error:
-            reason = f"can't be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        except (OSError, *self.damage()) as error:
+            text = getattr(error, "strerror", None)
+            reason = f"can't be read: {text}" if text else f"{self.unreadable}: {error}"
             yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
 
     def count(self, files: Sequence[Path]) -> int | None:
@@ -106,6 +108,10 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
 
     def records(self, path: Path) -> Iterator[Any]:
         """What `read` takes, for each record of a file; something false where a record is left out."""
+        raise NotImplementedError
+
+    def damage(self) -> tuple[type[Exception], ...]:
+        """What `records` raises if a file is damaged, in addition to an OSError."""
         raise NotImplementedError
 
     def read(self, record: Any, place: str, found_in: str | None) -> Document:
@@ -119,9 +125,15 @@ class JsonLinesSource(RecordFilesSourceConfig):
     """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
 
     suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+    unreadable = "cannot be decompressed"
 
     def records(self, path: Path) -> Iterator[bytes]:
-        return (b"" if line.isspace() else line for line in read_lines(path))
+        open_file: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix, open)
+        with open_file(path, "rb") as file:
+            yield from (b"" if line.isspace() else line for line in file)
+
+    def damage(self) -> tuple[type[Exception], ...]:
+        return EOFError, zlib.error, zstd.ZstdError
 
     def read(self, record: bytes, place: str, found_in: str | None) -> Document:
         text = decode(record, place)
@@ -141,28 +153,33 @@ class ParquetSource(RecordFilesSourceConfig):
     may also be one such file."""
 
     suffixes = (".parquet",)
+    unreadable = "cannot be read as parquet"
 
     def count(self, files: Sequence[Path]) -> int | None:
+        from pyarrow import parquet
+
         try:
-            return sum(_parquet_file(path).metadata.num_rows for path in files)
-        except (OSError, BadDocumentError):  # The file will be listed among the bad documents.
+            return sum(parquet.read_metadata(path).num_rows for path in files)
+        except (OSError, *self.damage()):  # The file will be listed among the bad documents.
             return None
 
     def records(self, path: Path) -> Iterator[dict[str, Any]]:
-        from pyarrow import ArrowException
+        from pyarrow import parquet
 
-        file = _parquet_file(path)
+        file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         fields = [name for name in (self.text_field, self.name_field) if name]
         if not set(fields) <= set(names):
             # The error of each row lists the fields that there are.
             yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
             return
-        try:
-            for rows in file.iter_batches(ROWS_AT_ONCE, columns=fields):
-                yield from _with_bytes(rows).to_pylist()
-        except (OSError, ArrowException) as error:
-            raise BadDocumentError(f"cannot be read as parquet: {error}") from None
+        for rows in file.iter_batches(ROWS_AT_ONCE, columns=fields):
+            yield from _with_bytes(rows).to_pylist()
+
+    def damage(self) -> tuple[type[Exception], ...]:
+        from pyarrow import ArrowException
+
+        return (ArrowException,)
 
 
 def _with_bytes(rows: Any) -> Any:
@@ -176,26 +193,6 @@ def _with_bytes(rows: Any) -> Any:
         is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
         columns.append(column.cast(pa.large_binary()) if is_text else column)
     return pa.RecordBatch.from_arrays(columns, rows.schema.names)
-
-
-def _parquet_file(path: Path) -> Any:
-    """The opened file. Raises a BadDocumentError if it is not a parquet file."""
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return parquet.ParquetFile(path)
-    except (OSError, ArrowException) as error:
-        raise BadDocumentError(f"cannot be read as parquet: {error}") from None
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """The file's lines, decompressed, each with its line end."""
-    open_file: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix, open)
-    try:
-        with open_file(path, "rb") as file:
-            yield from file
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
-        raise BadDocumentError(f"cannot be decompressed: {error}") from None
 
 
 @SOURCES.register("tfds")

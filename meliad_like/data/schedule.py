@@ -115,7 +115,7 @@ class Schedule:
         starts, lanes = np.divmod(places[:-1], self.num_lanes)
         # numpy sorts integers of 16 bits in linear time.
         by_lane = np.argsort(lanes.astype(np.min_scalar_type(self.num_lanes)), kind="stable")
-        starts, documents = starts[by_lane], documents[by_lane].astype(np.int32)
+        starts, documents = starts[by_lane], documents[by_lane]
         used, begins = np.unique(lanes[by_lane], return_index=True)
         parts = (np.split(column, begins[1:]) for column in (starts, documents))
         for lane, starts_of_lane, documents_of_lane in zip(used, *parts, strict=True):
@@ -125,7 +125,7 @@ class Schedule:
 
     def _stream(self) -> Iterator[np.ndarray]:
         """The documents of all epochs in the order in which they are assigned, some at a time."""
-        documents = np.flatnonzero(self.document_blocks)
+        documents = np.flatnonzero(self.document_blocks).astype(np.int32)
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
             if self.shuffle:
                 order = permutation(documents.size, self.seed, epoch)

@@ -301,7 +301,8 @@ class SplitWriter:
 
     def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
         """Appends a document; `tokens` is int32[n] without the end of the document."""
-        self._tokens.write(np.append(tokens, self._end_of_document).astype(self._dtype).tobytes())
+        self._tokens.write(tokens.astype(self._dtype, copy=False).data)
+        self._tokens.write(np.array([self._end_of_document], self._dtype).data)
         # Half of a surrogate pair can come from JSON.
         self._names.write(name.encode(errors="surrogatepass") + b"\n")
         for column, value in zip(

@@ -28,11 +28,11 @@ VOCABULARIES = Registry(
     "meliad_like.data.memory_source",
 )
 SETTINGS_NAME = "vocabulary.json"
+PIECE = 2**16
+"""The number of ids that are decoded at once."""
 DEFAULT_END = "<|endoftext|>"
 UNKNOWN = "\u2047"
 """The character that stands for what a vocabulary has no token for."""
-PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
-"""A text of what vocabularies often change: whitespace, composed and rare characters, a control token, digits."""
 
 
 class Vocabulary:
@@ -93,7 +93,7 @@ class Vocabulary:
 
     def restores(self, text: str, ids: np.ndarray) -> bool:
         """Whether a text comes back from its tokens: documents are checked with it while they are prepared."""
-        return self.decode(ids) == text
+        return self.document_bytes(ids) == text.encode(errors="surrogatepass")
 
     def lacks(self, character: str) -> bool:
         """Whether the vocabulary has no token for a character: it is lost, or becomes an unknown token."""
@@ -112,11 +112,13 @@ class Vocabulary:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 of these ids, which may begin and end within a character. The end of a document has no bytes, or
         is a newline in a vocabulary of whole words. Raises a UserError if an id is out of range."""
-        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        ids = ids if isinstance(ids, np.ndarray) else np.asarray(list(ids), np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.size):
             wrong = ids[(ids < 0) | (ids >= self.size)][0]
             raise UserError(f"token {wrong} is out of range for a vocabulary of {self.size}: it is of another one")
-        return b"".join(map(self._pieces.__getitem__, ids[ids < len(self._pieces)].tolist()))
+        # Some at a time: lists take many times the memory of the ids of a large document.
+        parts = (part[part < len(self._pieces)].tolist() for part in np.split(ids, range(PIECE, ids.size, PIECE)))
+        return b"".join(b"".join(map(self._pieces.__getitem__, part)) for part in parts)
 
     def for_tokenizers(self) -> tuple[str, str] | None:
         """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends
