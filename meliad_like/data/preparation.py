@@ -131,29 +131,18 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    bad, failures = [], []
-
     def texts() -> Iterator[str]:
-        try:
-            documents = (_read(reference, config) for reference in source.references())
-            for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
-                if isinstance(document, Document) and document.split == "train":
-                    yield document.text
-                elif isinstance(document, LeftOut) and not document.allowed:
-                    bad.append(document)
-            _check_documents(bad, console)
-            console.print("learning the vocabulary")
-        except BaseException as error:
-            failures.append(error)
-            raise
+        bad = []
+        documents = (_read(reference, config) for reference in source.references())
+        for document in _with_progress(documents, source, console, "reading documents for the vocabulary"):
+            if isinstance(document, Document) and document.split == "train":
+                yield document.text
+            elif isinstance(document, LeftOut) and not document.allowed:
+                bad.append(document)
+        _check_documents(bad, console)
+        console.print("learning the vocabulary")
 
-    try:
-        return vocabulary.make(texts())
-    except UserError:
-        # Libraries replace errors in their input by others, also Ctrl-C, even in a caller of `texts`, which it closes.
-        if failures:
-            raise KeyboardInterrupt if isinstance(failures[0], GeneratorExit) else failures[0] from None
-        raise
+    return vocabulary.make(texts())
 
 
 def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
