@@ -9,9 +9,11 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
@@ -92,6 +94,7 @@ class Command:
 
     def run(self, main: Callable[..., int | None]) -> None:
         """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
+        sys.unraisablehook = interrupt_again
         with closed_pipes():
             app.run(functools.partial(self._report, main), flags_parser=self._parse)
 
@@ -168,6 +171,15 @@ class Command:
         if self.flags["verbosity"].using_default_value:
             flags.FLAGS.verbosity = logging.WARNING
         return words
+
+
+def interrupt_again(ignored: Any) -> None:
+    """Repeats a Ctrl-C that Python ignores because it comes in a callback, such as jax's in a garbage collection."""
+    if ignored.exc_type is KeyboardInterrupt:
+        # After the callback.
+        threading.Timer(0.01, interrupt_main).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 @contextmanager

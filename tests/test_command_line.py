@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -13,7 +15,7 @@ from tiny_run import environment
 
 import meliad_like
 from meliad_like.__main__ import COMMANDS
-from meliad_like.command_line import Command
+from meliad_like.command_line import Command, interrupt_again
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +138,12 @@ thread.start()
 thread.join()
 sys.exit(repr(failed[0]) if failed else 0)
 """
+
+
+def test_ctrl_c_in_a_callback_ends_the_command():
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_again(SimpleNamespace(exc_type=KeyboardInterrupt))
+        time.sleep(10)
 
 
 def test_a_reader_that_ends_early_and_the_version():

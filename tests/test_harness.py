@@ -1,26 +1,32 @@
 """The lm-evaluation-harness: its numbers are those of the library and of the evaluator, and of its own adapter."""
 
-import io
+import importlib.util
 import json
 import os
+import random
+import re
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import forked
 import jax
 import numpy as np
 import pytest
-import sentencepiece
 from families import BYTES, CONFIGS, FAMILIES, C, W, language_model
 from harness_items import Item, items, write_tasks
 from make_golden_harness import PATH as GOLDEN
 from make_golden_harness import SMALL, answers, theirs, write_folder
 
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, sentences
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.harness.__main__ import import_harness
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run.opening import write_checkpoint
@@ -28,13 +34,14 @@ from meliad_like.run.opening import write_checkpoint
 # Nothing is downloaded, and no copy of a task's documents stays.
 HOME = tempfile.TemporaryDirectory()
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": HOME.name}
-lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval")
-
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
-
-from meliad_like.harness.__main__ import import_harness  # noqa: E402
-from meliad_like.harness.model import HarnessModel  # noqa: E402
+IS_INSTALLED = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not IS_INSTALLED, reason="pip install lm_eval")
+# Without the harness, its base class has the one member that the scores of texts need.
+BASE = type("TemplateLM", (), {"cache_hook": mock.Mock()})
+NAMES = ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.registry", "lm_eval.models.utils")
+STUBS = dict.fromkeys(NAMES, mock.Mock(register_model=lambda name: lambda model: model))
+with mock.patch.dict(sys.modules, {} if IS_INSTALLED else {**STUBS, "lm_eval.api.model": mock.Mock(TemplateLM=BASE)}):
+    from meliad_like.harness.model import HarnessModel
 
 BOOK = "It was read once, and remembered for all of the questions. "
 OTHER = "It was read on every day, by those who remember nothing. "
@@ -61,10 +68,13 @@ def states() -> LanguageModel:
 
 
 def requests(kind, arguments):
-    return [Instance(kind, {}, given, 0) for given in arguments]
+    return [SimpleNamespace(request_type=kind, args=given) for given in arguments]
 
 
 def evaluate(model, files):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     tasks = TaskManager(include_defaults=False)
     return lm_eval.simple_evaluate(model=model, tasks=list(map(str, files)), task_manager=tasks, bootstrap_iters=0)
 
@@ -74,6 +84,7 @@ def plain(lm, context, continuation):
     return float(lm.score(context + continuation).log_probabilities[len(context) :].sum(dtype=np.float64))
 
 
+@needs_harness
 def test_a_shared_prefix_changes_nothing(lm):
     model = HarnessModel(lm, batch_size=3)
     together = model.loglikelihood(requests("loglikelihood", QUESTIONS))
@@ -83,6 +94,7 @@ def test_a_shared_prefix_changes_nothing(lm):
     np.testing.assert_allclose([nats for nats, _ in together], [plain(lm, *q) for q in QUESTIONS], atol=1e-4)
 
 
+@needs_harness
 def test_a_prefix_is_read_once(states, monkeypatch):
     num_read, read = [], states.read
     monkeypatch.setattr(states, "read", lambda tokens, state: num_read.append(len(tokens)) or read(tokens, state))
@@ -100,6 +112,7 @@ def test_the_most_likely_continuation_is_found(states):
     assert [greedy for _, greedy in found] == [True, False]
 
 
+@needs_harness
 def test_rolling_likelihood_is_that_of_the_evaluation(lm):
     texts = [item.context for item in items(3)] + ["", "a"]
     found = HarnessModel(lm, batch_size=2).loglikelihood_rolling(
@@ -115,28 +128,51 @@ def test_rolling_likelihood_is_that_of_the_evaluation(lm):
         assert -result == pytest.approx(document.nats, abs=1e-6 * max(document.num_tokens, 1))
 
 
+FOREIGN = """
+Съешь же ещё этих мягких французских булок, да выпей чаю. Zażółć gęślą jaźń; où l'obèse jury mûr fête l'haï volapük.
+色は匂へど散りぬるを 我が世誰ぞ常ならむ
+"""
+JOINS = {
+    "space": r"(?<=\w)(?= \w)",
+    "newline": r"(?<=\n)(?=.|\n)",
+    "inside of a word": r"(?<=[a-z])(?=[a-z]{2})",
+    "non-ASCII": r"(?<=[^\x00-\x7f])(?=[^\x00-\x7f])",
+    "empty context": r"",
+}
+
+
+def joins(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """40 items for each kind of join: the kind, a context, and choices that follow places of this kind."""
+    chance = random.Random(0)
+    for kind, pattern in JOINS.items():
+        places = [match.start() for match in re.finditer(pattern, text)]
+        endings = sorted({text[place : place + 6] for place in places})
+        for place in chance.sample(places, 40):
+            context = "" if kind == "empty context" else text[max(0, place - 30) : place]
+            yield kind, context, list({text[place : place + 6]: 0} | dict.fromkeys(chance.sample(endings, 4)))[:4]
+
+
 def test_any_join_is_that_of_both_texts():
     """The tokens of a context are often not those of the text that continues it, such as `impor` and `t`."""
     text = Path(__file__).read_text()
-    model = io.BytesIO()
-    train = sentencepiece.SentencePieceTrainer.train  # type: ignore[attr-defined]
-    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 600, "minloglevel": 2}
-    exact = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
-    train(sentence_iterator=iter(sentences([text])), model_writer=model, **options, **exact)
-    lm = language_model(CONFIGS["slide"], SentencePieceVocabulary(model.getvalue()))
-    questions = [(text[i : i + 30], text[i + 30 : i + 36]) for i in range(0, 4000, 20)]
-    wholes, contexts = ([score.log_probability for score in lm.score_batch(texts)] for texts in (
-        ["".join(question) for question in questions], [context for context, _ in questions]
-    ))  # fmt: skip
-    scores = HarnessModel(lm, batch_size=100).loglikelihood(requests("loglikelihood", questions))
-    np.testing.assert_allclose([nats for nats, _ in scores], np.subtract(wholes, contexts), atol=1e-5)
-    encode = lambda part: lm.vocabulary.encode(part).tolist()  # noqa: E731
-    merged = [c for c, rest in questions if encode(c + rest)[: len(encode(c))] != encode(c)]
-    assert len(questions) == 200 and 50 < len(merged) < 150
+    vocabulary = SentencePieceVocabularyConfig(model_type="bpe", size=1000).make([text, FOREIGN * 10])
+    lm, encode, end = language_model(CONFIGS["slide"], vocabulary), vocabulary.encode, vocabulary.end_of_document
+    asked = [(kind, context, choice) for kind, context, choices in joins(text) for choice in choices]
+    # A text has no probability without a token before it.
+    texts = [part if context else [end, *encode(part)] for _, context, x in asked for part in (context + x, context)]
+    wholes, contexts = np.reshape([score.log_probability for score in lm.score_batch(texts)], (200, 4, 2)).T
+    model = HarnessModel(lm, batch_size=100, first_tokens=True)
+    results = model.loglikelihood(requests("loglikelihood", [pair for _, *pair in asked]))
+    nats = np.reshape([nats for nats, _ in results], (200, 4))
+    np.testing.assert_allclose(nats, (wholes - contexts).T, atol=1e-5)
+    np.testing.assert_array_equal(nats.argmax(axis=1), (wholes - contexts).argmax(axis=0))
+    merged = Counter(kind for kind, c, rest in asked if [*encode(c + rest)[: len(encode(c))]] != [*encode(c)])
+    assert min(merged[kind] for kind in ("newline", "inside of a word", "non-ASCII")) > 10
     with pytest.raises(UserError, match="only a part of its text's first token, .* choose --first_tokens"):
         HarnessModel(lm).loglikelihood(requests("loglikelihood", [("d", "ef")]))
 
 
+@needs_harness
 def test_accuracy_is_that_of_a_plain_loop(states, tmp_path):
     questions = items(200)
     results = evaluate(HarnessModel(states, batch_size=64), [write_tasks(tmp_path, 200)["library_choices"]])
@@ -147,6 +183,7 @@ def test_accuracy_is_that_of_a_plain_loop(states, tmp_path):
     assert results["results"]["library_choices"]["acc,none"] == np.mean(right)
 
 
+@needs_harness
 def test_text_is_written_up_to_what_ends_it(states):
     model, start = HarnessModel(states), "once"
     whole = states.generate(start, 40, temperature=0).text
@@ -170,6 +207,7 @@ def test_the_first_token_of_a_document(states):
     assert model.loglikelihood_rolling(requests("loglikelihood_rolling", [("ab",)])) == pytest.approx([nats], abs=1e-5)
 
 
+@needs_harness
 def test_the_command(states, tmp_path):
     opened = states.opened
     write_checkpoint(tmp_path / "run" / "checkpoints", opened.params, opened.run, opened.vocabulary, 3)
@@ -187,6 +225,7 @@ def test_the_command(states, tmp_path):
     assert "library_writing" in done.stdout
 
 
+@needs_harness
 def test_mistakes_are_named(tmp_path):
     def refused(message, *flags):
         done = forked.run("-m", "meliad_like.harness", f"--checkpoint={tmp_path}", *flags)
@@ -207,6 +246,7 @@ def golden():
     return json.loads(GOLDEN.read_text())
 
 
+@needs_harness
 def test_the_harness_own_adapter_says_the_same(golden, tmp_path):
     """For a random Llama with the heads of SmolLM2-135M, which our export has written for transformers."""
     questions = [Item(*item) for item in golden["items"]]
@@ -216,6 +256,7 @@ def test_the_harness_own_adapter_says_the_same(golden, tmp_path):
     assert (found["greedy"], found["written"]) == (golden["greedy"], golden["written"])
 
 
+@needs_harness
 def test_the_arrays_are_those_of_the_harness(golden, tmp_path):
     """Where transformers is installed."""
     pytest.importorskip("transformers")

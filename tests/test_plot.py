@@ -46,6 +46,17 @@ def test_several_runs_are_apart_by_their_folders(workdir, tmp_path_factory):
     assert list(pictures.read_runs([str(workdir), str(other)], "accuracy")) == [f"{workdir}: train", f"{other}: train"]
 
 
+def test_the_legend_of_two_runs_covers_no_curve(workdir, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, output: figures.append(figure))
+    curves = pictures.read_metrics(workdir, "bits_per_byte").items()
+    pictures.draw({f"runs/{run}: {kind}": curve for run in "ab" for kind, curve in curves}, {}, "", workdir / "a.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    (legend,), (axes,) = figure.legends, figure.axes
+    assert len(legend.get_texts()) == 4 and not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+
 def test_a_picture_of_a_single_point(tmp_path):
     pictures.draw({"train": pd.Series([9.0], [10])}, {}, "loss", tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").exists()

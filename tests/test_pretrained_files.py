@@ -230,6 +230,9 @@ def test_a_recurrence_comes_back(tmp_path):
     )
     write_huggingface(pretrained, 3, tmp_path)
     assert_same(read_huggingface(tmp_path), pretrained)
+    # safetensors itself makes files that only their owner can read.
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 3 and len(set(modes.values())) == 1
 
 
 def test_a_recurrence_that_is_not_what_it_says_is_refused(tmp_path):

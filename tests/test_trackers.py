@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny_run
+from absl import logging
 from tiny_run import parse, read_metrics, train
 
 from meliad_like.config import check_workdir
@@ -75,6 +77,18 @@ def test_all_trackers_of_a_run_know_it_by_the_same_identity(tmp_path):
         with MetricsWriter(tmp_path, start, 2, (ListTracker(), ListTracker()), {KEY: 2}):
             pass
     assert len({identity for _, identity, *_ in (row for row in WRITTEN if row[0] != "closed")}) == 1
+
+
+def test_a_narrow_terminal_shows_the_time_left_and_warnings_above_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    with MetricsWriter(tmp_path, 0, 500_000, ()) as writer:
+        writer.show(7, "1.234 bits/byte  12,345 tokens/s  0.1 epochs")
+        # Where orbax's warnings go.
+        logging.get_absl_handler().python_handler.stream.write("a warning\n")
+    shown = re.split(r"[\r\n]|\x1b\[[^a-zA-Z]*[a-zA-Z]", capsys.readouterr().out)
+    assert "a warning" in shown
+    assert any(len(line) <= 60 and re.fullmatch(r"step 7/500000  [\d:]+ left  1.234 .*…", line) for line in shown)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

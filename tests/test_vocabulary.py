@@ -159,6 +159,15 @@ def test_training_without_whitespace():
     assert vocabulary.decode(vocabulary.encode("return  a\nlist")) == "return a list"
 
 
+def test_ctrl_c_while_the_texts_are_read():
+    def texts():
+        yield TEXTS[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SentencePieceVocabularyConfig(size=500).make(texts())
+
+
 def test_too_large_for_the_texts():
     with pytest.raises(UserError, match="SentencePieceVocabularyConfig.size = 30000: Vocabulary size too high"):
         SentencePieceVocabularyConfig(size=30_000).make(TEXTS)

@@ -9,6 +9,7 @@ import pytest
 from meliad_like import config, remote
 from meliad_like.errors import UserError
 from meliad_like.remote import replacing, write_whole
+from meliad_like.training import metrics
 from meliad_like.training.metrics import MetricsWriter
 
 LONGER = ["TrainingConfig.num_steps = 600000"]
@@ -68,3 +69,14 @@ def test_a_damaged_config_is_named_with_the_way_out(tmp_path, content):
         config.check_workdir(config.parse(), tmp_path)
     path.unlink()
     config.save(config.parse(), tmp_path)
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(metrics, "flush", lambda path: flushed.append((path.name, path.stat().st_size > 9)))
+    with MetricsWriter(tmp_path, 0, 3, ()) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.unlogged.add(2, {"loss": 0.5})
+        unlogged = {"sums": {"loss": 1.0}, "weight": 2, "consecutive_skips": 0}
+        assert writer.keep() == {"rows": 1, "unlogged": unlogged}
+    assert flushed == [("metrics.jsonl", True), (tmp_path.name, True)]

@@ -223,27 +223,15 @@ def _make_vocabulary(
     if not vocabulary.trained:
         return vocabulary.make()
 
-    failures = []
-
     def texts() -> Iterator[str]:
-        try:
-            documents = map(read, source.references())
-            documents = _with_progress(documents, source, console, "reading documents for the vocabulary")
-            for document in _good(documents, config, [], console):
-                if document.split == "train":
-                    yield document.text
-            console.print("learning the vocabulary")
-        except BaseException as error:
-            failures.append(error)
-            raise
+        documents = map(read, source.references())
+        documents = _with_progress(documents, source, console, "reading documents for the vocabulary")
+        for document in _good(documents, config, [], console):
+            if document.split == "train":
+                yield document.text
+        console.print("learning the vocabulary")
 
-    try:
-        return vocabulary.make(texts())
-    except UserError:
-        # Libraries replace errors in their input by others, also Ctrl-C, even in a caller of `texts`, which it closes.
-        if failures:
-            raise KeyboardInterrupt if isinstance(failures[0], GeneratorExit) else failures[0] from None
-        raise
+    return vocabulary.make(texts())
 
 
 def _good(

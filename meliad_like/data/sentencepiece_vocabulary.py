@@ -183,11 +183,20 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
             "remove_extra_whitespaces": False,
             "allow_whitespace_only_pieces": True,
         }
-    model = io.BytesIO()
+    model, problems = io.BytesIO(), []
+
+    def watched() -> Iterator[str]:
+        try:
+            yield from sentences(texts)
+        # Ctrl-C included: SentencePiece makes a RuntimeError of everything.
+        except BaseException as problem:
+            problems.append(problem)
+            raise
+
     sentencepiece.set_random_generator_seed(0)
     try:
         sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]  # made at import time
-            sentence_iterator=sentences(texts),
+            sentence_iterator=watched(),
             model_writer=model,
             model_type=config.model_type,
             vocab_size=config.size,
@@ -204,6 +213,8 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
             **keeping,
         )
     except RuntimeError as error:
+        if problems:
+            raise problems[0] from None
         reason = str(error).splitlines()[-1].rpartition("] ")[2]  # The reason follows file, line and condition.
         raise UserError(
             f"cannot train a vocabulary of SentencePieceVocabularyConfig.size = {config.size}: {reason}"

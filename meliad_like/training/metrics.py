@@ -70,8 +70,8 @@ class MetricsWriter:
         Args:
           trackers: what else receives the metrics.
           settings: the run's config for the trackers, by the names with which gin binds it.
-          logged: what `keep` returned for the checkpoint of `start_step`. If the file is damaged or has fewer rows, a
-            line says so, and the readable rows stay.
+          logged: what `keep` returned for the checkpoint of `start_step`. Where the file is damaged or has fewer rows,
+            a line says so, and the readable rows stay.
         """
         self._active = jax.process_index() == 0
         self.num_rows = 0
@@ -209,11 +209,11 @@ class MetricsWriter:
             # Closed before the last upload, which takes the end of their files along.
             self._open_trackers.close()
             self._trackers.clear()
-            self._progress.stop()
             if self._stream is not None:
+                self._progress.stop()
                 logging.get_absl_handler().python_handler.setStream(self._stream)
-            if self.console.is_terminal and self._line:
-                self.say(self._line)
+                if self._line:
+                    self.say(self._line)
             # After another error, a failure here must not hide it.
             self.upload(None if kind is None else "what was logged since the last copy is lost")
 
