@@ -32,11 +32,6 @@ class HistoryConfig:
     order: Literal["ascending", "document", "descending"] = "ascending"
     """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
     comes first; `document`: spans keep their order in the document."""
-    deduplicate: bool = False
-    """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
-    candidates: Literal["before_prefix", "before_window"] = "before_prefix"
-    """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
-    tokens. `before_window`: only spans that are not in the window already."""
     first_selection: int | None = None
     """Spans are selected for windows that begin at this position of the document or later, and never for the first
     window; None: at window_length, as in the released code."""
@@ -49,9 +44,6 @@ class HistoryConfig:
     selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
     """What a learned selector reads in addition to a span: the necessary prefix, or, as in the released code, the
     recent text with its targets. The latter leaks the future, and exists for comparison only."""
-    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
-    """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
-    different common tokens, or the latter divided by the number of different tokens in either."""
     first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""

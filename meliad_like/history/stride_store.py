@@ -29,7 +29,7 @@ from meliad_like.resumable import Journal, read_json, read_json_lines, write_jso
 
 INFO_NAME = "store.json"
 DATA_NAME = "numbers.jsonl"
-WITHOUT_EFFECT = ("order", "deduplicate", "first_selection", "selector_context", "overlap", "first_token")
+WITHOUT_EFFECT = ("order", "first_selection", "selector_context", "first_token")
 """Fields of HistoryConfig on which scores don't depend."""
 
 
