@@ -109,7 +109,8 @@ def evaluate(
         "document_tokens": request.document_tokens,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-    _write(folder / "evaluation", report.tables(evaluation), details | report.to_dict(evaluation))
+    content = details | report.to_dict(evaluation)
+    _write(folder / "evaluation", report.tables(content), content)
 
 
 def _evaluate(

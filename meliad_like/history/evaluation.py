@@ -7,7 +7,7 @@ The context is that of the document alone. The plain window and every selection 
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -230,28 +230,34 @@ def among(max_candidates: int | None) -> str:
     return "" if max_candidates is None else text
 
 
-def tables(evaluation: Evaluation) -> list[Table]:
-    """Perplexities of all selections, their comparison with the baseline, and their costs."""
-    rows = figures(evaluation)
-    labels = [label(name, leaks) for name, leaks in evaluation.selections.items()]
+def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> list[Table]:
+    """Perplexities of all selections, their comparison with the baseline, and their costs.
 
-    def table(title: str, headers: dict[str, str]) -> Table:
+    `saved`: the result of `to_dict`; `labels`: those of the selections that are shown, by their names.
+    """
+    rows = pd.DataFrame(saved["selections"]).set_index("name")
+    labels = labels or {name: name for name in rows.index}
+    rows = rows.loc[list(labels)].assign(ratio=rows["selection_flops"] / rows["model_flops"])
+    names = [label(labels[name], leaks) for name, leaks in rows["leaks_the_future"].items()]
+
+    def table(title: str, headers: Mapping[str, str]) -> Table:
         present = [figure for figure in headers if figure in rows]
         columns = [with_intervals(rows, figure) for figure in present]
-        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(labels, *columns)))
+        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(names, *columns)))
 
-    tokens, where = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].sum().astype(int)
+    documents = saved["documents"]
+    tokens, where = (sum(each[name] for each in documents) for name in ("num_tokens", "num_tokens_where_selected"))
     compared = "against the baseline on the same documents; spans are selected for"
     return [
         table(
-            f"perplexity on {tokens:,} tokens, {LEVEL:.0%} intervals over {len(evaluation.documents)} documents",
+            f"perplexity on {tokens:,} tokens, {saved['level']:.0%} intervals over {len(documents)} documents",
             PERPLEXITIES,
         ),
-        table(f"{compared} {where:,} of the tokens{among(evaluation.config.max_candidates)}", COMPARISONS),
+        table(f"{compared} {where:,} of the tokens{among(saved['config']['max_candidates'])}", COMPARISONS),
         Table(
-            "cost per token: of the model that predicts it, and of the selection",
-            ("", "model, FLOPs", "selection, FLOPs"),
-            list(zip(labels, *([f"{cost:.3g}" for cost in rows[name]] for name in COSTS))),
+            "FLOPs per token: of the model that predicts it, and of the selection",
+            ("", "model", "selection", "selection / model"),
+            list(zip(names, *([f"{cost:.3g}" for cost in rows[name]] for name in (*COSTS, "ratio")))),
         ),
     ]
 
