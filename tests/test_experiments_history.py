@@ -100,7 +100,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
             experiment(place, split="train")[0].make()
     # How the model computes is part of it, and decides the scores.
     rounded = dataclasses.replace(made, gin_params=(*made.gin_params, "PretrainedConfig.matmul_dtype = 'bfloat16'"))
-    with pytest.raises(UserError, match="scores/numbers.jsonl belongs to another config: maker is"):
+    with pytest.raises(UserError, match="scores/numbers.jsonl belongs to another config: StoreInfo.maker is"):
         rounded.make()
     faster = dataclasses.replace(made, gin_params=(*made.gin_params, "Adam.base_rate = 1.0"))
     with pytest.raises(UserError, match="light_selector belongs to another config: training.Adam.base_rate is"):

@@ -41,9 +41,6 @@ class HistoryConfig:
     baseline: Literal["bare", "contiguous"] = "bare"
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
-    selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
-    """What a learned selector reads in addition to a span: the necessary prefix, or, as in the released code, the
-    recent text with its targets. The latter leaks the future, and exists for comparison only."""
     first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""
@@ -90,9 +87,11 @@ Part = Literal["pair", "span", "context"]
 class SelectorConfig:
     """The fields of all selectors, by default the paper's."""
 
+    context: Literal["prefix", "released_code"] = "prefix"
+    """What is read in addition to the span: the text before the targets, or, as in the released code, the recent text
+    with its targets. The latter leaks the future, and exists for comparison only."""
     context_tokens: int | None = None
-    """Tokens before the targets that are read in addition to the span; None: the window's necessary prefix. It must be
-    None where the targets are read too (`HistoryConfig.selector_context`)."""
+    """Number of tokens of `prefix`; None: the window's necessary prefix."""
     encoder_layers: int = 0
     """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
     head_width: int = 256
@@ -115,6 +114,11 @@ class SelectorConfig:
         check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
         check_not_negative(self, ("encoder_layers",))
         check_shares(self, ("dropout_rate",))
+        if self.context == "released_code" and self.context_tokens is not None:
+            raise UserError(
+                f"SelectorConfig.context_tokens={self.context_tokens} has no effect on "
+                "SelectorConfig.context='released_code', which reads the window's own tokens: leave it out"
+            )
 
 
 @SELECTORS.register("joint")

@@ -91,8 +91,6 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer) -> None
         "selection reads": "the targets (leaks the future)" if leaks else "only the past",
         **{name.replace("_", " "): value for name, value in dataclasses.asdict(config).items()},
     }
-    # What a learned selector reads is in its own config.
-    del details["selector context"]
     by_word = [(h.units, *(np.add.reduceat(bits, h.units.first) for bits in (h.selected, h.plain))) for h in histories]
     documents = [_summary(history) for history in histories]
     summary = {"selection": scorer.name, "leaks_the_future": leaks, **details, "documents": documents}
