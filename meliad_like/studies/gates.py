@@ -132,8 +132,6 @@ def run(request: StudyRequest) -> None:
             arrays[f"document {index} {name} similarity"] = states[list(LAGS)].to_numpy().T
     np.savez_compressed(request.output / "gates.npz", **arrays)
     quantiles = {gate: np.quantile(blocks, QUANTILES).tolist() for gate, blocks in constants.items()}
-    saved = {"model": subject.details(), "documents": list(selection.documents.names), "quantiles": QUANTILES}
-    selection.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
     lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
     measured = {
         f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
@@ -141,6 +139,7 @@ def run(request: StudyRequest) -> None:
     write_page(
         request.output,
         "gates",
+        {"documents": list(selection.documents.names), "quantiles": QUANTILES, "time_constants_blocks": quantiles},
         title=f"Gates and states of {subject.label}",
         selection=selection,
         details=[subject.details()],
