@@ -55,7 +55,7 @@ def score(request: HistoryRequest, folder: Path) -> None:
         return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)
 
     store = _store(opened, folder, "scores", opened.fingerprint)
-    with_progress("scores", lambda progress: store.fill(make, progress))
+    store.fill(make)
     Console().print(summary(store).to_rich())
     print(f"wrote {folder}")
 
@@ -88,7 +88,7 @@ def select(request: HistoryRequest, folder: Path, names: Sequence[str], selector
             placed = stride._replace(document=info.indices[stride.document])
             yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, info.config)[0]
 
-    with_progress("selections", lambda progress: store.fill(make, progress))
+    store.fill(make)
     print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")
 
 

@@ -29,9 +29,6 @@ class HistoryConfig:
     """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
     """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
-    order: Literal["ascending", "document", "descending"] = "ascending"
-    """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
-    comes first; `document`: spans keep their order in the document."""
     first_selection: int | None = None
     """Spans are selected for windows that begin at this position of the document or later, and never for the first
     window; None: at window_length, as in the released code."""

@@ -123,12 +123,12 @@ def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " 
 
 
 def select(scores: Scores, ends: Ends, config: HistoryConfig) -> Int[np.ndarray, " spans"]:
-    """The ends of the best candidates, at most `num_spans`, in their order in the window.
+    """The ends of the best candidates, at most `num_spans`, in their order in the window: the best next to the text.
 
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
     """
     best_first = ends[np.argsort(scores, kind="stable")[::-1]][: config.num_spans]
-    return {"ascending": best_first[::-1], "descending": best_first, "document": np.sort(best_first)}[config.order]
+    return best_first[::-1]
 
 
 def necessary_prefix(document: Tokens, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " prefix"]:

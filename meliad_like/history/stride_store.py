@@ -18,13 +18,14 @@ from meliad_like.config import bound_values, rebuild
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
+from meliad_like.evaluation.report import tracked
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.selection import check_finite
 from meliad_like.history.spans import Stride, candidates, is_scored, strides
 from meliad_like.resumable import Journal, read_json_lines
 
 FILE_NAME = "numbers.jsonl"
-WITHOUT_EFFECT = ("order", "first_selection", "first_token")
+WITHOUT_EFFECT = ("first_selection", "first_token")
 """Fields of HistoryConfig on which scores don't depend."""
 
 
@@ -113,26 +114,18 @@ class StrideStore:
                 "command that makes them again"
             )
 
-    def fill(
-        self,
-        make: Callable[[Iterable[Stride]], Iterable[np.ndarray]],
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Makes the missing numbers, in order.
-
-        Args:
-            make: from strides to their numbers, in the same order.
-            on_progress: callback with the numbers of strides that are done, and of all.
+    def fill(self, make: Callable[[Iterable[Stride]], Iterable[np.ndarray]]) -> None:
+        """Makes the missing numbers in order; `make`: from strides to their numbers, in the same order.
 
         Raises a UserError if a score is not finite; the numbers made before are kept.
         """
         missing, journal = self.strides[len(self.numbers) :], self._journal
         assert journal is not None, "the store was opened to be read"
-        for stride, numbers in zip(missing, make(missing) if missing else (), strict=True):
+        pairs = zip(missing, make(missing) if missing else (), strict=True)
+        for stride, numbers in tracked(pairs, self.info.what, len(missing)):
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             self.numbers.append(numbers.tolist())
             journal.write(self.numbers[-1])
-            on_progress(len(self.numbers), len(self.strides))
 
     def documents(self, store: TokenStore) -> Documents:
         """The documents of the strides. Raises a UserError if it is another token store."""

@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import with_progress
+from meliad_like.evaluation.report import tracked
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import StudyRequest, choose, open_subject
@@ -113,12 +113,7 @@ def run(request: StudyRequest) -> None:
     if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
     tracer, number = Tracer(subject.opened.model, subject.opened.params), len(selection.documents.names)
-
-    def read(document: int, report: Any) -> Trace:
-        report(document, number)
-        return tracer.read(selection.whole(document))
-
-    traces = with_progress(subject.label, lambda report: [read(document, report) for document in range(number)])
+    traces = [tracer.read(selection.whole(document)) for document in tracked(range(number), subject.label, number)]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
