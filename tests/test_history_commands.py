@@ -155,7 +155,7 @@ def test_an_evaluation_resumes_after_a_stop(place, tmp_path):
     whole = json.loads((tmp_path / "evaluation.json").read_text())
     made_of, *lines = (tmp_path / "documents.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
-    first["sums"]["random"]["nats"] += 7
+    first["random"]["nats"] += 7
     # A stop in the middle of the third line.
     (tmp_path / "documents.jsonl").write_text("\n".join([made_of, json.dumps(first), lines[1], lines[2][:50]]))
     commands.evaluate(asked, tmp_path, [])

@@ -116,8 +116,8 @@ def from_gguf(file: GGUFFile) -> PretrainedConfig:
         key: float(str(np.float32(value))) if type(value) is float else value
         for key, value in file.values("llama.").items()
     }
-    known = {"activation": "silu", "tied_embedding": "output.weight" not in file.tensors}
-    config = _read(saved, GGUF, str(file.path), rotary_scaling=RotaryScaling(), **known)
+    fields = {"activation": "silu", "tied_embedding": "output.weight" not in file.tensors}
+    config = _read(saved, GGUF, str(file.path), rotary_scaling=RotaryScaling(), **fields)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
         if (value := saved.get(key, config.head_size)) != config.head_size:
             raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")

@@ -27,7 +27,7 @@ from meliad_like.tables import Table, number
 
 BASELINE = "baseline"
 """Name of the window without spans."""
-VERSION = 5
+VERSION = 6
 """Version of the numbers: evaluations of different versions are not comparable, and none resumes another."""
 SUMS = (
     "num_tokens",  # that count
@@ -121,22 +121,22 @@ def evaluate(
     """Sums the losses of `read_strides`, document by document.
 
     Args:
-        journal: gets the sums of each document; what it holds is not read again.
+        journal: gets the sums of each document, in order; what it holds is not read again.
         on_progress: callback with the numbers of tokens read so far and in all.
 
     Raises a UserError as `read_strides` does.
     """
     names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
-    by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
-    for index in sorted(set(range(len(ends))) - set(by_document)):
+    by_document = list(journal.rows) if journal else []
+    for index in range(len(by_document), len(ends)):
         sums = np.zeros((len(names), len(SUMS)))
         for reading in read_strides(windows, documents, selections, layout, index):
             sums += [_of_stride(reading, name, layout.config, windows.flops_per_window) for name in names]
             on_progress(int(ends[index] - documents.lengths[index]) + reading.stride.end, int(ends[-1]))
-        by_document[index] = pd.DataFrame(sums, names, SUMS).to_dict("index")
+        by_document.append(pd.DataFrame(sums, names, SUMS).to_dict("index"))
         if journal:
-            journal.write({"document": index, "sums": by_document[index]})
-    frames = {index: pd.DataFrame.from_dict(by_document[index], orient="index") for index in range(len(ends))}
+            journal.write(by_document[-1])
+    frames = {index: pd.DataFrame.from_dict(rows, orient="index") for index, rows in enumerate(by_document)}
     sizes = {"name": list(documents.names), "num_words": documents.num_words, "num_bytes": documents.num_bytes}
     leaks = {selection.name: selection.leaks_the_future for selection in selections}
     return Evaluation(layout.config, pd.DataFrame(sizes), pd.concat(frames).swaplevel(), {BASELINE: False} | leaks)
