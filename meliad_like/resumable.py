@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import reprlib
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from meliad_like.remote import write_whole
 ABSENT = "absent"
 MAX_NAMED = 3
 """The largest number of differences that a message names."""
+SHORTENED = reprlib.Repr()
+"""Values in messages."""
+SHORTENED.maxlist, SHORTENED.maxstring, SHORTENED.maxother = 20, 1000, 1000
 
 
 def check_same(
@@ -36,12 +40,14 @@ def check_same(
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> str:
-    """The first differences between two nested dictionaries, as text: the names with both values."""
+    """The first differences between two nested dictionaries, as text: the names with both values, shortened if long."""
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
     names = (name for name in {**later, **earlier} if name not in may_differ)
     pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
-    differing = [f"{name} is {old!r} there, {new!r} here" for name, old, new in pairs if old != new]
+    differing = [
+        f"{name} is {SHORTENED.repr(old)} there, {SHORTENED.repr(new)} here" for name, old, new in pairs if old != new
+    ]
     more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
     return "; ".join(differing[:MAX_NAMED]) + more
 

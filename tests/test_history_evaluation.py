@@ -214,7 +214,7 @@ def test_of_a_loss_there_is_no_share():
     # The score oracle is worse than the baseline, and random spans even more so.
     evaluation = of_nats([300.0, 500.0, 1000.0], [330.0, 520.0, 1010.0], [340.0, 550.0, 1100.0])
     assert report.figures(evaluation)["share_of_oracle"].isna().all()
-    assert [row[-1] for row in report.tables(evaluation)[1].rows] == ["-", "-", "-"]
+    assert [row[-1] for row in report.tables(report.to_dict(evaluation))[1].rows] == ["-", "-", "-"]
 
 
 def test_intervals_over_documents():
@@ -242,7 +242,7 @@ def test_differences_are_paired():
 
 def test_tables_and_json():
     evaluation = of_nats([300.0, 500.0, 1000.0], [270.0, 450.0, 900.0], [330.0, 550.0, 1100.0])
-    text = "".join(table.to_markdown() for table in report.tables(evaluation))
+    text = "".join(table.to_markdown() for table in report.tables(report.to_dict(evaluation)))
     assert "| score_oracle (leaks the future) | 14.88 (" in text
     assert "| random | 27.11 (" in text
     saved = report.to_dict(evaluation)

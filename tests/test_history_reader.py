@@ -223,8 +223,8 @@ def test_selections_made_in_advance(place, tmp_path):
     assert np.not_equal(batches[0], batches[2]).any()
     with pytest.raises(UserError, match="there is no store of scores or selections at .*validation: "):
         make_selection(configs[0], store, "validation")
-    other = config.parse([], [*place[1], "HistoryConfig.order = 'document'"]).data.history
-    with pytest.raises(UserError, match="HistoryConfig.order is 'ascending' there, 'document' here"):
+    other = config.parse([], [*place[1], "HistoryConfig.first_selection = 1"]).data.history
+    with pytest.raises(UserError, match="HistoryConfig.first_selection is None there, 1 here"):
         make_selection(reading(other, "file", tmp_path), store, "train")
 
 

@@ -17,7 +17,7 @@ from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 
-LIGHT, LEAKING = "HistorySettings.selector = 'light'", "HistoryConfig.selector_context = 'released_code'"
+LIGHT, LEAKING = "HistorySettings.selector = 'light'", "SelectorConfig.context = 'released_code'"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,9 +52,9 @@ def test_what_a_selector_is_trained_on(place):
     assert saved["trained_on"]["num_pairs"] == len(scores.rows()) > 100
     assert saved["trained_on"]["scored_by"] == saved["trained_on"]["initialised_with"]
     assert saved["leaks_the_future"] is True
-    info = json.loads((place / "scores" / "store.json").read_text())
+    info = json.loads((place / "scores" / "numbers.jsonl").read_text().splitlines()[0])
     expected = {name: value for name, value in info.items() if name.startswith("HistoryConfig.")}
-    expected["HistoryConfig.selector_context"] = "released_code"
+    expected["LightSelectorConfig.context"] = "released_code"
     assert expected.items() <= saved["settings"].items()
 
 

@@ -26,8 +26,7 @@ def folders(tmp_path_factory):
     short = dataclasses.replace(TRAINING, num_steps=2, evaluate_every=0, checkpoint_every=0)
     train(root / "joint", "joint", short, train_encoder=False)
     train(root / "light", "light", short, train_encoder=False)
-    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
-    train(root / "leaking", "light", short, train_encoder=False, history=leaking)
+    train(root / "leaking", "light", short, train_encoder=False, context="released_code")
     return root
 
 

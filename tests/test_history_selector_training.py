@@ -45,8 +45,8 @@ def test_what_is_read_at_a_place():
     # The stride's targets are the tokens from 32 to 40; the span has the separator in its last place.
     span = [*tokens[6:9], 10]
 
-    def read(part, history=HISTORY, places=places, **changes):
-        texts = document_texts(make_inputs(history, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
+    def read(part, places=places, **changes):
+        texts = document_texts(make_inputs(HISTORY, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
         return texts.tokens[0].tolist(), texts.length.tolist()
 
     assert read("span") == (span, [4])
@@ -55,11 +55,10 @@ def test_what_is_read_at_a_place():
     assert read("pair", context_tokens=2) == ([*span, *tokens[30:32]], [6])
     # Before the document's beginning there is nothing.
     assert read("context", context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
-    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
-    assert read("pair", leaking) == ([*span, *tokens[24:40]], [20])
+    assert read("pair", context="released_code") == ([*span, *tokens[24:40]], [20])
     # The last stride predicts the tokens from 72 to 75, and the authors' code reads 16 tokens up to its end as well.
-    assert read("context", HISTORY, last) == (tokens[64:72].tolist(), [8])
-    assert read("context", leaking, last) == (tokens[59:75].tolist(), [16])
+    assert read("context", last) == (tokens[64:72].tolist(), [8])
+    assert read("context", last, context="released_code") == (tokens[59:75].tolist(), [16])
 
 
 def test_nothing_to_read_is_named():
@@ -67,9 +66,8 @@ def test_nothing_to_read_is_named():
     with pytest.raises(UserError, match="history_length=8 and stride=16 leave no prefix in window_length=24"):
         make_inputs(full, JointSelectorConfig(), VOCABULARY)
     assert make_inputs(full, JointSelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
-    leaking = dataclasses.replace(HISTORY, selector_context="released_code")
-    with pytest.raises(UserError, match="context_tokens=5 has no effect on HistoryConfig.selector_context='rel"):
-        make_inputs(leaking, JointSelectorConfig(context_tokens=5), VOCABULARY)
+    with pytest.raises(UserError, match="context_tokens=5 has no effect on SelectorConfig.context='released_code'"):
+        JointSelectorConfig(context="released_code", context_tokens=5)
 
 
 def test_a_place_costs_the_same_wherever_it_is():

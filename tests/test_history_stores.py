@@ -78,24 +78,25 @@ def test_a_selection_from_a_file_is_that_of_the_document_itself(store, tmp_path)
 def test_other_documents_are_named(store, tmp_path):
     info = made(store)
     StrideStore(tmp_path, info)
-    for other in ({"documents": ("Poems", "Ballads", "Odes")}, {"indices": (0, 1, 3)}):
-        with pytest.raises(UserError, match="documents is '[0-9a-f]{64}' there, '[0-9a-f]{64}' here"):
-            StrideStore(tmp_path, dataclasses.replace(info, **other))
+    for name, value in {"documents": ("Poems", "Ballads", "Odes"), "indices": (0, 1, 3)}.items():
+        with pytest.raises(UserError, match=rf"StoreInfo.{name} is \[.+\] there, \[.+\] here"):
+            StrideStore(tmp_path, dataclasses.replace(info, **{name: value}))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text[:50], "store.json is not JSON: "),
+        (lambda text: text[:50] + "\n", "numbers.jsonl:1 is not JSON: "),
+        (lambda text: text[:50], "there is no store of scores or selections at"),
         (
             lambda text: text.replace("HistoryConfig.stride", "HistoryConfig.step"),
-            "store.json is damaged, or of .*: .*HistoryConfig has no parameter step",
+            "numbers.jsonl is damaged, or of .*: .*HistoryConfig has no parameter step",
         ),
     ],
 )
 def test_a_damaged_store_is_named(store, tmp_path, damage, message):
     StrideStore(tmp_path, made(store))
-    path = tmp_path / "store.json"
+    path = tmp_path / "numbers.jsonl"
     before = path.read_text()
     path.write_text(damage(before))
     assert path.read_text() != before

@@ -215,7 +215,7 @@ def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_pa
 
 def written(folder):
     """What a study's one model wrote at each place, with and without a memory."""
-    passages = json.loads((folder / "continuations.json").read_text())["passages"]
+    passages = json.loads((folder / "summary.json").read_text())["passages"]
     return [ways for passage in passages for ways in passage["written"].values()]
 
 

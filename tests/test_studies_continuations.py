@@ -33,7 +33,7 @@ def greedy(opened, prompt, num_tokens):
 def test_with_and_without_the_context(runs, tmp_path):
     checkpoint = runs("fixed_skip")
     continuations.run(request(checkpoint, tmp_path, context_tokens=2 * WINDOW, num_tokens=20, document=("two",)))
-    saved = json.loads((tmp_path / "continuations.json").read_text())
+    saved = json.loads((tmp_path / "summary.json").read_text())
     subject = open_subject(checkpoint)
     opened, text = subject.opened, DOCUMENTS["two"]
     assert [passage["start"] for passage in saved["passages"]] == [(360 - 52) // 3, 2 * (360 - 52) // 3]

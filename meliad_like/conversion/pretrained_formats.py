@@ -1,10 +1,11 @@
-"""The names of fields and tensors in files of pretrained models: config.json and safetensors, and GGUF files.
+"""The formats of pretrained models, config.json and safetensors, and GGUF files: their fields and names of tensors.
 
-Unsupported fields are refused, never ignored.
+The names are in `pretrained_formats.toml`. Unsupported fields are refused, never ignored.
 """
 
-import operator
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
@@ -14,51 +15,23 @@ from meliad_like.config import field_types, fit
 from meliad_like.conversion.parameters import places_by_module
 from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
-from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 
-# Of our activations, the names in the files; the first one is written.
-_ACTIVATIONS = {
-    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "gelu": ("gelu",),
-    "relu": ("relu",),
-    "silu": ("silu", "swish"),
-    "tanh": ("tanh",),
-}
-ACTIVATIONS = {theirs: ours for ours, names in _ACTIVATIONS.items() for theirs in names}
-# Fields that have no effect on the trained model (the run's config sets dropout).
-HARMLESS = {
-    "_name_or_path", "_attn_implementation_autoset", "_num_labels", "architectures", "attention_dropout", "attn_pdrop",
-    "bos_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "gradient_checkpointing",
-    "id2label", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "max_length",
-    "model_type", "n_ctx", "name_or_path", "output_past", "pad_token_id", "predict_special_tokens", "problem_type",
-    "resid_pdrop", "rope_interleaved", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache", "vocab_size",
-    # Fields for the precision of the softmax, which is always float32 here.
-    "reorder_and_upcast_attn",
-    # Of GGUF files, which are compared with the size of the heads.
-    "llama.vocab_size", "llama.rope.dimension_count", "llama.attention.value_length",
-}  # fmt: skip
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+HARMLESS: list[str] = _TABLES["harmless"]
+ACTIVATIONS: dict[str, str] = {theirs: ours for ours, names in _TABLES["activations"].items() for theirs in names}
+ROTARY: dict[str, str] = _TABLES["rotary"]
+ROTARY_REQUIRED = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+"""The fields that config.json must have, if its rotary scaling has them."""
 MISTRAL_WINDOW = 4096
 """The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
-
-
-# The names of our fields in files of GPT-2, of Llama and of Llama in GGUF; "": they have none.
-_NAMES: dict[str, tuple[str, str, str]] = {
-    "num_layers": ("n_layer", "num_hidden_layers", "llama.block_count"),
-    "model_width": ("n_embd", "hidden_size", "llama.embedding_length"),
-    "num_heads": ("n_head", "num_attention_heads", "llama.attention.head_count"),
-    "num_key_value_heads": ("", "num_key_value_heads", "llama.attention.head_count_kv"),
-    "head_size": ("", "head_dim", "llama.attention.key_length"),
-    "feedforward_width": ("n_inner", "intermediate_size", "llama.feed_forward_length"),
-    "activation": ("activation_function", "hidden_act", ""),
-    "max_positions": ("n_positions", "max_position_embeddings", "llama.context_length"),
-    "norm_epsilon": ("layer_norm_epsilon", "rms_norm_eps", "llama.attention.layer_norm_rms_epsilon"),
-    "rotary_base": ("", "rope_theta", "llama.rope.freq_base"),
-    "sliding_window": ("", "sliding_window", ""),
-    "tied_embedding": ("tie_word_embeddings", "tie_word_embeddings", ""),
+DERIVED: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "num_key_value_heads": lambda fields: fields["num_heads"],
+    "head_size": lambda fields: fields["model_width"] // fields["num_heads"],
+    "feedforward_width": lambda fields: 4 * fields["model_width"],
 }
+"""The values of fields that follow from others."""
 
 
 class Format(NamedTuple):
@@ -68,85 +41,31 @@ class Format(NamedTuple):
     names: Mapping[str, str]
     """The names of our fields."""
     defaults: Mapping[str, Any]
-    """What a missing field means, some as a function of the fields before it; fields without a default are required."""
+    """What a missing field means; fields without a default that are not derived either are required."""
+    derived: Sequence[str]
+    """The fields that follow from others (`DERIVED`) where they are missing."""
     fixed: Mapping[str, Any] = {}
     """The only supported values of other fields; a missing field means this value."""
     class_name: str = ""
     """The model's class in transformers."""
+    modules: Mapping[str, str] = {}
+    """The names of our modules."""
 
 
-_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": operator.itemgetter("num_heads"),
-    "head_size": lambda fields: fields["model_width"] // fields["num_heads"],
-    "rotary_base": 10_000.0,
-    "sliding_window": 0,
-}
-_GPT2_DEFAULTS = _DEFAULTS | {
-    "feedforward_width": lambda fields: 4 * fields["model_width"],
-    "norm_epsilon": 1e-5,
-    "tied_embedding": True,
-}
-_LLAMA_DEFAULTS = _DEFAULTS | {"norm_epsilon": 1e-6, "tied_embedding": False}
-_MISTRAL_DEFAULTS = {name: default for name, default in _LLAMA_DEFAULTS.items() if name != "num_key_value_heads"}
-_GPT2_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-_LLAMA_FIXED = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False}
-_GPT2, _LLAMA, _GGUF = ({ours: names[i] for ours, names in _NAMES.items() if names[i]} for i in range(3))
-FORMATS = {
-    "gpt2": Format("gpt2", _GPT2, _GPT2_DEFAULTS, _GPT2_FIXED, "GPT2LMHeadModel"),
-    "llama": Format("llama", _LLAMA, _LLAMA_DEFAULTS, _LLAMA_FIXED | {"sliding_window": None}, "LlamaForCausalLM"),
-    "mistral": Format("llama", _LLAMA, _MISTRAL_DEFAULTS, _LLAMA_FIXED, "MistralForCausalLM"),
-}
+_GPT2, _LLAMA, GGUF = (Format(**_TABLES[name]) for name in ("gpt2", "llama", "gguf"))
+_MISTRAL = _LLAMA._replace(
+    class_name="MistralForCausalLM",
+    names={**_LLAMA.names, "sliding_window": "sliding_window"},
+    derived=["head_size"],
+)
+FORMATS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL}
 """The formats of config.json, by its model_type."""
-GGUF = Format("llama", _GGUF, _DEFAULTS)
-# The fields of our rotary scalings by those in config.json; those that it must have, if its scaling has them.
-_ROTARY = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_positions",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "beta_fast": "fast_turns",
-    "beta_slow": "slow_turns",
-    "attention_factor": "scale",
-    "truncate": "whole_limits",
-}
-_ROTARY_REQUIRED = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-
-
-# Their modules by ours.
-_GPT2_MODULES = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
-    "output_embedding": "lm_head",
-    "final_norm": "transformer.ln_f",
-    "attention_norm": "transformer.h.{}.ln_1",
-    "query": "transformer.h.{}.attn.c_attn",
-    "key": "transformer.h.{}.attn.c_attn",
-    "value": "transformer.h.{}.attn.c_attn",
-    "output": "transformer.h.{}.attn.c_proj",
-    "feedforward_norm": "transformer.h.{}.ln_2",
-    "feedforward_hidden": "transformer.h.{}.mlp.c_fc",
-    "feedforward_output": "transformer.h.{}.mlp.c_proj",
-}
-_LLAMA_MODULES = {
-    "embedding": "model.embed_tokens",
-    "output_embedding": "lm_head",
-    "final_norm": "model.norm",
-    "attention_norm": "model.layers.{}.input_layernorm",
-    "query": "model.layers.{}.self_attn.q_proj",
-    "key": "model.layers.{}.self_attn.k_proj",
-    "value": "model.layers.{}.self_attn.v_proj",
-    "output": "model.layers.{}.self_attn.o_proj",
-    "feedforward_norm": "model.layers.{}.post_attention_layernorm",
-    "feedforward_gate": "model.layers.{}.mlp.gate_proj",
-    "feedforward_hidden": "model.layers.{}.mlp.up_proj",
-    "feedforward_output": "model.layers.{}.mlp.down_proj",
-}
 _IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
 _GGUF_MODULES = {
-    ours: str(_IN_GGUF.get_name(theirs.format(0))).replace(".0.", ".{}.") for ours, theirs in _LLAMA_MODULES.items()
+    ours: str(_IN_GGUF.get_name(theirs.format(0))).replace(".0.", ".{}.") for ours, theirs in _LLAMA.modules.items()
 }
-GPT2 = places_by_module(_GPT2_MODULES, transposed=False, parts=("query", "key", "value"))
-LLAMA = places_by_module(_LLAMA_MODULES)
+GPT2 = places_by_module(_GPT2.modules, transposed=False, parts=("query", "key", "value"))
+LLAMA = places_by_module(_LLAMA.modules)
 GGUF_LLAMA = places_by_module(_GGUF_MODULES)
 PLACES = {"gpt2": GPT2, "llama": LLAMA}
 
@@ -179,10 +98,10 @@ def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
     types, fields = field_types(ROTARY_SCALINGS[kind]), {}
     saved = {key: value for key, value in saved.items() if value is not None}
     for key, value in saved.items():
-        if (name := _ROTARY.get(key)) not in types:
+        if (name := ROTARY.get(key)) not in types:
             raise UserError(f"{owner}: we can't honour {key} = {value!r} for rope_type {kind!r}")
         fields[name] = fit(value, types[name], f"{owner}: {key}")
-    if missing := [key for key in _ROTARY_REQUIRED if _ROTARY[key] in types and key not in saved]:
+    if missing := [key for key in ROTARY_REQUIRED if ROTARY[key] in types and key not in saved]:
         raise UserError(f"{owner} has no {missing[0]}")
     return _make(ROTARY_SCALINGS[kind], owner, fields)
 
@@ -197,8 +116,8 @@ def from_gguf(file: GGUFFile) -> PretrainedConfig:
         key: float(str(np.float32(value))) if type(value) is float else value
         for key, value in file.values("llama.").items()
     }
-    tied = "output.weight" not in file.tensors
-    config = _read(saved, GGUF, str(file.path), activation="silu", tied_embedding=tied)
+    fields = {"activation": "silu", "tied_embedding": "output.weight" not in file.tensors}
+    config = _read(saved, GGUF, str(file.path), rotary_scaling=RotaryScaling(), **fields)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
         if (value := saved.get(key, config.head_size)) != config.head_size:
             raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")
@@ -207,8 +126,8 @@ def from_gguf(file: GGUFFile) -> PretrainedConfig:
 
 def _read(saved: Mapping[str, Any], form: Format, owner: str, **fields: Any) -> PretrainedConfig:
     """The config of a file with these entries, and with the fields that are known otherwise."""
-    types = field_types(PretrainedConfig)
-    for name in (name for name in _NAMES if name not in fields):
+    types, fields = field_types(PretrainedConfig), {"architecture": form.architecture, **fields}
+    for name in (name for name in DECODER_FIELDS if name not in fields):
         key = form.names.get(name)
         value = None if key is None else saved.get(key)
         if value is not None:
@@ -217,18 +136,18 @@ def _read(saved: Mapping[str, Any], form: Format, owner: str, **fields: Any) -> 
             fields[name] = fit(value, types[name], f"{owner}: {key}")
             if types[name] in (int, float) and fields[name] <= 0:
                 raise UserError(f"{owner}: {key} = {value!r} must be positive")
-        elif name not in form.defaults:
-            raise UserError(f"{owner} has no {key}")
+        elif name in form.derived:
+            fields[name] = DERIVED[name](fields)
+        elif name in form.defaults:
+            fields[name] = form.defaults[name]
         else:
-            default = form.defaults[name]
-            fields[name] = default(fields) if callable(default) else default
-    known = HARMLESS | set(form.names.values())
+            raise UserError(f"{owner} has no {key}")
+    known = {*HARMLESS, *form.names.values()}
     for key, value in saved.items():
         # An unknown switch that is off has no effect.
         if key not in known and value not in (None, False, {}, [], "none"):
             raise UserError(f"{owner}: we can't honour {key} = {value!r}, which we don't know and may change the model")
-    fields |= {"architecture": form.architecture, "window_length": fields["max_positions"]}
-    return _make(PretrainedConfig, owner, fields)
+    return _make(PretrainedConfig, owner, fields | {"window_length": fields["max_positions"]})
 
 
 def _make(config_class: Callable[..., Any], owner: str, fields: Mapping[str, Any]) -> Any:
@@ -246,10 +165,10 @@ def to_huggingface(config: PretrainedConfig, vocabulary_size: int, end_of_docume
         raise UserError("a gpt2 config.json can't express num_key_value_heads, or heads that don't add up to the width")
     kind = "mistral" if config.sliding_window else config.architecture
     form = FORMATS[kind]
-    fields = {key: getattr(config, name) for name, key in form.names.items() if key not in form.fixed}
-    fields[form.names["activation"]] = _ACTIVATIONS[config.activation][0]
+    fields = {key: getattr(config, name) for name, key in form.names.items()}
+    fields[form.names["activation"]] = _TABLES["activations"][config.activation][0]
     if (scaling := config.rotary_scaling) != RotaryScaling():
-        rotary = {key: getattr(scaling, name, None) for key, name in _ROTARY.items()}
+        rotary = {key: getattr(scaling, name, None) for key, name in ROTARY.items()}
         rope_type = {"rope_type": ROTARY_SCALINGS.name_of(scaling)}
         fields["rope_scaling"] = rope_type | {key: value for key, value in rotary.items() if value is not None}
     return fields | {

@@ -8,13 +8,11 @@ ancient_history.md, .csv and .png
 Each command resumes its own work, and finds at once that it is finished.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -26,20 +24,12 @@ from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.config import HistorySettings
-from meliad_like.history.evaluation import BASELINE, among, with_intervals
+from meliad_like.history.evaluation import BASELINE, tables
 from meliad_like.history.opening import HistoryRequest
+from meliad_like.resumable import read_json
 from meliad_like.run.opening import open_checkpoint, open_store, saved_config
 from meliad_like.tables import Table as TextTable
 
-FIGURES = {
-    "perplexity": "perplexity",
-    "change": "change",
-    "perplexity_where_selected": "perplexity where selected",
-    "change_where_selected": "change there",
-    "share_of_oracle": "of the score oracle's gain",
-}
-"""Figures of `history.evaluation.figures`, which have intervals, and their headers."""
-COSTS = {"model_flops": "model, MFLOP a token", "selection_flops": "selection, MFLOP a token"}
 SELECTOR_FIGURES = {
     "correlation": "correlation",
     "chosen_gain": "gain of a selected span, nats",
@@ -48,11 +38,10 @@ SELECTOR_FIGURES = {
 }
 """Figures of a selector's validation, and their headers: predictions against gains, and the gains of spans alone."""
 EXPLANATION = (
-    "Perplexity is by token; in brackets are {level:.0%} intervals over documents, by bootstrap; changes are against "
-    "the original on the same documents. Operations are counted (`layers/flops.py`) per predicted token: the model "
-    "reads a window for each stride, and a learned selection reads candidates; the last column before the paper's is "
-    "their ratio. Overlaps and random spans cost no operations of a model. What leaks the future reads the tokens that "
-    "are to be predicted. The paper's figures are validation perplexities on other documents."
+    "In brackets are intervals over documents, by bootstrap; the baseline is the original. Operations are counted "
+    "(`layers/flops.py`) per predicted token: the model reads a window for each stride, and a learned selection reads "
+    "candidates. Overlaps and random spans cost no operations of a model. What leaks the future reads the tokens that "
+    "are to be predicted."
 )
 
 
@@ -96,23 +85,25 @@ class HistoryExperiment(Settings):
         folder, path = self.folder, self.folder / "evaluation" / "evaluation.json"
         if not path.exists():
             raise UserError(f"nothing was evaluated yet in {folder}: the same command without --report does that")
-        evaluation = json.loads(path.read_text())
-        selections = pd.DataFrame(evaluation["selections"]).set_index("name")
+        evaluation = read_json(path)
+        selections = pd.DataFrame(evaluation["selections"]).set_index("name").rename_axis("row")
         rows = [row for row in TABLE.rows if row.name in selections.index]
-        ends = [figure + end for figure in FIGURES if figure in selections for end in ("", "_low", "_high")]
-        frame = selections.loc[[row.name for row in rows], ["leaks_the_future", *ends, *COSTS]]
-        papers = pd.DataFrame([row.paper for row in rows], columns=TABLE.paper_columns).add_prefix("paper: ")
-        frame = pd.concat([frame.rename_axis("row").reset_index(), papers], axis=1)
-        frame.to_csv(folder / f"{TABLE.name}.csv", index=False)
-        labels = [label(row.label, leaks) for row, leaks in zip(rows, frame["leaks_the_future"], strict=True)]
-        _draw(frame.assign(label=labels).astype(dict.fromkeys(ends, float)), folder / f"{TABLE.name}.png")
-        parts = [
+        labels = {row.name: row.label for row in rows}
+        papers = pd.DataFrame([row.paper for row in rows], list(labels), TABLE.paper_columns)
+        frame = selections.loc[list(labels)].drop(columns=["nats", "nats_where_selected"])
+        frame.join(papers.add_prefix("paper: ")).to_csv(folder / f"{TABLE.name}.csv")
+        _draw(frame, labels, folder / f"{TABLE.name}.png")
+        in_paper = papers.rename(labels).rename_axis("").reset_index()
+        title = "validation perplexities in the paper, on other documents"
+        texts = [
             f"# {TABLE.title}",
             _notes(evaluation, self.scale_name),
-            f"{_table(frame, labels).to_markdown().rstrip()}\n\n{EXPLANATION.format(level=evaluation['level'])}",
+            *(table.to_markdown() for table in tables(evaluation, labels)),
+            TextTable.of(in_paper, title, dict.fromkeys(papers, ".2f")).to_markdown(),
+            EXPLANATION,
             *_selectors(folder, rows),
         ]
-        markdown = "\n\n".join(parts) + "\n"
+        markdown = "\n\n".join(map(str.rstrip, texts)) + "\n"
         (folder / f"{TABLE.name}.md").write_text(markdown)
         return markdown
 
@@ -133,29 +124,12 @@ class HistoryExperiment(Settings):
 
 
 def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
-    documents, window = evaluation["documents"], evaluation["config"]
-    tokens, selected = (sum(d[name] for d in documents) for name in ("num_tokens", "num_tokens_where_selected"))
+    window = evaluation["config"]
     return (
         f"Scale {scale}: windows of {window['window_length']:,} tokens, {window['history_length']:,} of them for spans "
-        f"of {window['span_length']}, that predict {window['stride']:,} targets{among(window['max_candidates'])}. "
-        f"Evaluated on {evaluation['split']}: {tokens:,} tokens of {len(documents):,} documents; spans are selected "
-        f"for {selected:,} of them. Evaluated with {evaluation['device']}."
+        f"of {window['span_length']}, that predict {window['stride']:,} targets. Evaluated on {evaluation['split']} "
+        f"with {evaluation['device']}."
     )
-
-
-def _table(frame: pd.DataFrame, labels: Sequence[str]) -> TextTable:
-    columns: dict[str, Any] = {"model": labels}
-    for figure, head in FIGURES.items():
-        if figure in frame:
-            # The original is what all others are compared with.
-            shown = (frame["row"] != BASELINE) | figure.startswith("perplexity")
-            columns[head] = np.where(shown, with_intervals(frame, figure), "")
-    columns |= {head: frame[name] / 1e6 for name, head in COSTS.items()}
-    columns["selection / model"] = frame["selection_flops"] / frame["model_flops"]
-    formats = dict.fromkeys(COSTS.values(), ",.4g") | {"selection / model": ".3g"}
-    papers = frame.filter(like="paper: ")
-    table = pd.concat([pd.DataFrame(columns), papers], axis=1)
-    return TextTable.of(table, formats=formats | dict.fromkeys(papers, ".2f"))
 
 
 def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
@@ -164,7 +138,7 @@ def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         path = folder / row.name / "metrics.jsonl"
         if path.exists():
-            saved = json.loads((folder / row.name / "selector.json").read_text())
+            saved = read_json(folder / row.name / "selector.json")
             metrics: Any = pd.read_json(path, lines=True)
             validation = metrics[metrics["kind"] == label("validation", saved["leaks_the_future"])]
             best = validation.loc[validation["loss"].idxmin()]
@@ -178,15 +152,16 @@ def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
     return [TextTable.of(pd.DataFrame(lines), title, formats).to_markdown().rstrip()] if lines else []
 
 
-def _draw(frame: pd.DataFrame, path: Path) -> None:
-    """The change of the perplexity with its interval, by row."""
-    rows = frame[frame["row"] != BASELINE]
-    picture = Figure(figsize=(9, 0.42 * len(rows) + 1.6), dpi=120, layout="constrained")
+def _draw(frame: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
+    """The change of the perplexity in percent with its interval, by row."""
+    changes = 100 * frame.drop(BASELINE)[["change", "change_low", "change_high"]].astype(float)
+    leaks = frame["leaks_the_future"]
+    picture = Figure(figsize=(9, 0.42 * len(changes) + 1.6), dpi=120, layout="constrained")
     axes = picture.subplots()
     # Without an interval the error is NaN, and nothing is drawn.
-    ends = 100 * np.abs([rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]])
-    axes.errorbar(100 * rows["change"], range(len(rows)), xerr=ends, fmt="o", color=COLOURS[0], capsize=3)
-    axes.set_yticks(range(len(rows)), rows["label"])
+    errors = changes[["change_low", "change_high"]].sub(changes["change"], axis=0).abs().T
+    names = [label(labels[name], leaks[name]) for name in changes.index]
+    axes.errorbar(changes["change"], names, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
     axes.invert_yaxis()
     axes.axvline(0, color="grey", linestyle="--")
     axes.set_xlabel("change of the perplexity, percent")

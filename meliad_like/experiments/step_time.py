@@ -14,11 +14,10 @@ from jax.sharding import Mesh
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
 from meliad_like.mesh import lane_sharding
-from meliad_like.training.hardware import DATASHEET_FLOPS
+from meliad_like.training.hardware import peak_flops
 from meliad_like.training.program import make_program
 
 WARM_UP = 2  # rounds that don't count
-PRODUCT = 2048  # rows of the square matrices whose product is timed with the steps
 
 
 class TimedStep:
@@ -58,36 +57,25 @@ def random_batch(shapes: Batch, vocabulary_size: int) -> Batch:
 
 
 def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]:
-    """Times every step `repeats` times, one of each in a round, and a matrix product with them.
+    """Times every step `repeats` times, one of each in a round.
 
     Returns:
-      `device`; `peak`, the device's FLOP/s (for bfloat16 from its data sheet, if that is known; otherwise those of the
-      product, in the steps' precision); and for each of `rows` its `seconds` by round, `memory_bytes`,
-      `compile_seconds` and `share_of_peak`.
+      `device`; `peak`, the device's FLOP/s in the precision of the steps; and for each of `rows` its `seconds` by
+      round, `memory_bytes`, `compile_seconds` and `share_of_peak`.
     """
-    dtype = next(iter(steps.values())).run.model.activation_dtype
-    x = jax.random.normal(jax.random.key(0), (PRODUCT, PRODUCT), dtype)
-    multiply = jax.jit(lambda x: x @ x)
-    product_seconds = []
+    peak = peak_flops(next(iter(steps.values())).run.model.activation_dtype)
     for _ in range(WARM_UP + repeats):
         for step in steps.values():
             step()
-        began = time.perf_counter()
-        multiply(x).block_until_ready()
-        product_seconds.append(time.perf_counter() - began)
-    device = jax.devices()[0].device_kind
-    measured = 2 * PRODUCT**3 / float(np.median(product_seconds[WARM_UP:]))
-    peak = DATASHEET_FLOPS.get(device, measured) if dtype == "bfloat16" else measured
-    # Fake devices share the rate of their CPU.
-    num_devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
 
     def row(step: TimedStep) -> dict[str, Any]:
         seconds = step.seconds[WARM_UP:]
         flops = step.model.training_flops_per_token * step.run.data.tokens_per_step
-        share = flops / float(np.median(seconds)) / (peak * num_devices)
+        share = flops / float(np.median(seconds)) / (peak * jax.device_count())
         sizes = {"memory_bytes": step.memory_bytes, "compile_seconds": step.compile_seconds}
         return {"seconds": seconds, **sizes, "share_of_peak": share}
 
+    device = jax.devices()[0].device_kind
     return {"device": device, "peak": peak, "rows": {name: row(step) for name, step in steps.items()}}
 
 

@@ -32,19 +32,19 @@ USED_BY = {
 
 COMMAND = Command(__doc__, subjects=COMMANDS, used_by=USED_BY)
 
-CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
-STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
-STORE = COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
-SPLIT = COMMAND.string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
+COMMAND.string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
+COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
+COMMAND.string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
 OUTPUT = COMMAND.string("output", None, "Folder of the results; made if needed.", required=True)
 DOCUMENT = COMMAND.multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
-DOCUMENT_TOKENS = COMMAND.integer(
+COMMAND.integer(
     "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
 )
-MAX_TOKENS = COMMAND.integer(
+COMMAND.integer(
     "max_tokens", None, "Size of a random subset of the documents, the same each time. Default: all.", lower_bound=1
 )
-BATCH_SIZE = COMMAND.integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
+COMMAND.integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
 SELECTION = COMMAND.multi_enum(
     "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate always adds random and overlap_oracle."
 )
@@ -72,17 +72,10 @@ def main(command: str) -> int | None:
     from meliad_like.history import commands
     from meliad_like.history.opening import HistoryRequest
 
-    request = HistoryRequest(
-        checkpoint=CHECKPOINT.value,
-        step=STEP.value,
-        changes=read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value),
-        store=STORE.value,
-        split=SPLIT.value or ("train" if command in ("score", "search") else "test"),
-        documents=tuple(DOCUMENT.value),
-        document_tokens=DOCUMENT_TOKENS.value,
-        max_tokens=MAX_TOKENS.value,
-        batch_size=BATCH_SIZE.value,
-    )
+    values = {name: COMMAND.flags[name].value for name in HistoryRequest._fields if name in COMMAND.flags}
+    values["changes"] = read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value)
+    values["split"] = values["split"] or ("train" if command in ("score", "search") else "test")
+    request = HistoryRequest(**values, documents=tuple(DOCUMENT.value))
     return getattr(commands, command)(request, Path(OUTPUT.value).expanduser(), *arguments.get(command, ()))
 
 

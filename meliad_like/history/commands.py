@@ -17,7 +17,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import evaluation as report
 from meliad_like.history.config import HistoryConfig
-from meliad_like.history.evaluation import BASELINE, VERSION, Evaluation
+from meliad_like.history.evaluation import BASELINE, VERSION
 from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import HistoryRequest, Opened
 from meliad_like.history.page import write_history_page
@@ -26,9 +26,10 @@ from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.selectors.training import SelectorTraining
-from meliad_like.history.spans import Layout, Stride, candidates, whole_documents
+from meliad_like.history.spans import Stride, candidates, whole_documents
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideStore, fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.registry import fingerprint as fingerprint_of_values
 from meliad_like.resumable import Journal, check_same, write_json
 from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.tables import Table
@@ -54,7 +55,7 @@ def score(request: HistoryRequest, folder: Path) -> None:
         return opened.gains()(Candidates(tokens(s.document), s, candidates(s, config)) for s in strides)
 
     store = _store(opened, folder, "scores", opened.fingerprint)
-    with_progress("scores", lambda progress: store.fill(make, progress))
+    store.fill(make)
     Console().print(summary(store).to_rich())
     print(f"wrote {folder}")
 
@@ -87,7 +88,7 @@ def select(request: HistoryRequest, folder: Path, names: Sequence[str], selector
             placed = stride._replace(document=info.indices[stride.document])
             yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, info.config)[0]
 
-    with_progress("selections", lambda progress: store.fill(make, progress))
+    store.fill(make)
     print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")
 
 
@@ -98,35 +99,36 @@ def evaluate(
 
     The folder also gets the journal of the finished documents; `replace`: as for `Journal`.
     """
-    opened = request.open()
+    content = _evaluate(request.open(), folder, names, selectors, replace)
+    _write(folder / "evaluation", report.tables(content), content)
+
+
+def _evaluate(
+    opened: Opened, folder: Path, names: Collection[str], selectors: Sequence[str] = (), replace: bool = False
+) -> dict[str, Any]:
+    """Evaluates, or resumes an evaluation whose finished documents are in the folder; returns the figures for JSON."""
+    request, documents = opened.request, opened.documents
     selections = scorers(opened, {*CONTROLS, *names}, selectors)
-    evaluation = _evaluate(opened, selections, opened.layout, folder, request.split, replace)
-    details = {
+    identity = {
+        "version": VERSION,
+        "model": opened.fingerprint,
+        "store": opened.store.fingerprint,
+        "config": dataclasses.asdict(opened.layout.config),
+        "documents": list(zip(documents.names, documents.lengths.tolist())),
+        "selections": [(selection.name, selection.fingerprint) for selection in selections],
+    }
+    journal = Journal(folder / "documents.jsonl", identity, replace=replace)
+    work = partial(report.evaluate, opened.windows, documents, selections, opened.layout, journal)
+    evaluation = with_progress(f"{request.split} in {folder.name}", work)
+    return {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
         "split": request.split,
         "store_fingerprint": opened.store.fingerprint,
         "document_tokens": request.document_tokens,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        **report.to_dict(evaluation),
     }
-    _write(folder / "evaluation", report.tables(evaluation), details | report.to_dict(evaluation))
-
-
-def _evaluate(
-    opened: Opened, selections: Sequence[SpanScorer], layout: Layout, folder: Path, title: str, replace: bool = False
-) -> Evaluation:
-    """Evaluates, or resumes an evaluation whose finished documents are in the folder."""
-    identity = {
-        "version": VERSION,
-        "model": opened.fingerprint,
-        "store": opened.store.fingerprint,
-        "config": dataclasses.asdict(layout.config),
-        "documents": list(zip(opened.documents.names, opened.documents.lengths.tolist())),
-        "selections": [(selection.name, selection.fingerprint) for selection in selections],
-    }
-    journal = Journal(folder / "documents.jsonl", identity, replace=replace)
-    work = partial(report.evaluate, opened.windows, opened.documents, selections, layout, journal)
-    return with_progress(title, work)
 
 
 def _write(path: Path, tables: Sequence[Table], content: Any) -> None:
@@ -152,12 +154,10 @@ def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int]
         except UserError as error:
             rows[-1]["why_not"] = str(error)
             continue
-        layout = dataclasses.replace(opened.layout, config=config)
-        selections = [*(Ranking(name, config) for name in CONTROLS), opened.gains(layout)]
-        title = f"history{history}_span{span}"
-        figures: Any = report.figures(_evaluate(opened, selections, layout, folder / title, title))
-        columns = ["perplexity", "perplexity_low", "perplexity_high", "leaks_the_future"]
-        rows[-1].update(figures[columns].to_dict("index"))
+        changed = dataclasses.replace(opened, layout=dataclasses.replace(opened.layout, config=config))
+        evaluation = _evaluate(changed, folder / f"history{history}_span{span}", [report.ORACLE])
+        columns = ("perplexity", "perplexity_low", "perplexity_high", "leaks_the_future")
+        rows[-1] |= {each["name"]: {name: each[name] for name in columns} for each in evaluation["selections"]}
     if all("why_not" in row for row in rows):
         raise UserError(f"none of these lengths fits: {rows[0]['why_not']}")
     _write(folder / "search", [search_table(rows, opened.layout.config)], rows)
@@ -185,14 +185,12 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
     Args:
         request: its checkpoint is that of the decoder that the selector is initialised with, which need not be the
             model that scored.
-        scores: folder of a store of scores. Its documents and settings hold, except for what the selector reads.
+        scores: folder of a store of scores, whose documents and settings hold.
     """
     scored = StrideStore(scores)
     if scored.info.what != "scores":
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
-    pairs = scored.rows()
-    # What a selector reads in addition to the span need not be as it was when spans were scored.
-    history = dataclasses.replace(scored.info.config, selector_context=HistoryConfig().selector_context)
+    history, pairs = scored.info.config, scored.rows()
     run, settings = request.config(history)
     check_same(
         scored.folder,
@@ -205,7 +203,6 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(f"a selector begins with a pretrained decoder, and {request.checkpoint} is of another family")
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
-    history = dataclasses.replace(history, selector_context=settings.history.selector_context)
     inputs = make_inputs(history, settings.selector, opened.vocabulary)
     encoder = encoder_config(settings.selector, opened.run.model, inputs.widths)
     return SelectorTraining(
@@ -222,7 +219,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
             "initialised_with": fingerprint(opened.model.for_separate_sequences(1), opened.params),
             "store_fingerprint": store.fingerprint,
             "split": scored.info.split,
-            "documents": scored.info.documents_fingerprint,
+            "documents": fingerprint_of_values([scored.info.documents, scored.info.lengths, scored.info.indices]),
             "num_documents": len(scored.info.documents),
             "num_pairs": len(pairs),
         },

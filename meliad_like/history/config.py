@@ -29,14 +29,6 @@ class HistoryConfig:
     """Targets of a window. Spans are selected once for all of them."""
     separator: str = "\n\n"
     """Text of one token that replaces the last token of each span; "": spans stay unchanged."""
-    order: Literal["ascending", "document", "descending"] = "ascending"
-    """Order of the spans in the window. `ascending`: the best one comes last, next to the recent text; `descending`: it
-    comes first; `document`: spans keep their order in the document."""
-    deduplicate: bool = False
-    """Whether a span is left out when it shares tokens with a better one. The released code keeps it."""
-    candidates: Literal["before_prefix", "before_window"] = "before_prefix"
-    """`before_prefix`: all spans before the last recent_length tokens, also those in the window's first history_length
-    tokens. `before_window`: only spans that are not in the window already."""
     first_selection: int | None = None
     """Spans are selected for windows that begin at this position of the document or later, and never for the first
     window; None: at window_length, as in the released code."""
@@ -46,12 +38,6 @@ class HistoryConfig:
     baseline: Literal["bare", "contiguous"] = "bare"
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
-    selector_context: Literal["prefix_only", "released_code"] = "prefix_only"
-    """What a learned selector reads in addition to a span: the necessary prefix, or, as in the released code, the
-    recent text with its targets. The latter leaks the future, and exists for comparison only."""
-    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
-    """How the overlap of a span with other text is measured: number of common tokens with repetitions, number of
-    different common tokens, or the latter divided by the number of different tokens in either."""
     first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""
@@ -98,9 +84,11 @@ Part = Literal["pair", "span", "context"]
 class SelectorConfig:
     """The fields of all selectors, by default the paper's."""
 
+    context: Literal["prefix", "released_code"] = "prefix"
+    """What is read in addition to the span: the text before the targets, or, as in the released code, the recent text
+    with its targets. The latter leaks the future, and exists for comparison only."""
     context_tokens: int | None = None
-    """Tokens before the targets that are read in addition to the span; None: the window's necessary prefix. It must be
-    None where the targets are read too (`HistoryConfig.selector_context`)."""
+    """Number of tokens of `prefix`; None: the window's necessary prefix."""
     encoder_layers: int = 0
     """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
     head_width: int = 256
@@ -123,6 +111,11 @@ class SelectorConfig:
         check_positive(self, ("head_width",) if self.context_tokens is None else ("head_width", "context_tokens"))
         check_not_negative(self, ("encoder_layers",))
         check_shares(self, ("dropout_rate",))
+        if self.context == "released_code" and self.context_tokens is not None:
+            raise UserError(
+                f"SelectorConfig.context_tokens={self.context_tokens} has no effect on "
+                "SelectorConfig.context='released_code', which reads the window's own tokens: leave it out"
+            )
 
 
 @SELECTORS.register("joint")

@@ -7,7 +7,7 @@ The context is that of the document alone. The plain window and every selection 
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from meliad_like.tables import Table, number
 
 BASELINE = "baseline"
 """Name of the window without spans."""
-VERSION = 5
+VERSION = 6
 """Version of the numbers: evaluations of different versions are not comparable, and none resumes another."""
 SUMS = (
     "num_tokens",  # that count
@@ -121,22 +121,22 @@ def evaluate(
     """Sums the losses of `read_strides`, document by document.
 
     Args:
-        journal: gets the sums of each document; what it holds is not read again.
+        journal: gets the sums of each document, in order; what it holds is not read again.
         on_progress: callback with the numbers of tokens read so far and in all.
 
     Raises a UserError as `read_strides` does.
     """
     names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
-    by_document = {row["document"]: row["sums"] for row in (journal.rows if journal else ())}
-    for index in sorted(set(range(len(ends))) - set(by_document)):
+    by_document = list(journal.rows) if journal else []
+    for index in range(len(by_document), len(ends)):
         sums = np.zeros((len(names), len(SUMS)))
         for reading in read_strides(windows, documents, selections, layout, index):
             sums += [_of_stride(reading, name, layout.config, windows.flops_per_window) for name in names]
             on_progress(int(ends[index] - documents.lengths[index]) + reading.stride.end, int(ends[-1]))
-        by_document[index] = pd.DataFrame(sums, names, SUMS).to_dict("index")
+        by_document.append(pd.DataFrame(sums, names, SUMS).to_dict("index"))
         if journal:
-            journal.write({"document": index, "sums": by_document[index]})
-    frames = {index: pd.DataFrame.from_dict(by_document[index], orient="index") for index in range(len(ends))}
+            journal.write(by_document[-1])
+    frames = {index: pd.DataFrame.from_dict(rows, orient="index") for index, rows in enumerate(by_document)}
     sizes = {"name": list(documents.names), "num_words": documents.num_words, "num_bytes": documents.num_bytes}
     leaks = {selection.name: selection.leaks_the_future for selection in selections}
     return Evaluation(layout.config, pd.DataFrame(sizes), pd.concat(frames).swaplevel(), {BASELINE: False} | leaks)
@@ -230,28 +230,34 @@ def among(max_candidates: int | None) -> str:
     return "" if max_candidates is None else text
 
 
-def tables(evaluation: Evaluation) -> list[Table]:
-    """Perplexities of all selections, their comparison with the baseline, and their costs."""
-    rows = figures(evaluation)
-    labels = [label(name, leaks) for name, leaks in evaluation.selections.items()]
+def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> list[Table]:
+    """Perplexities of all selections, their comparison with the baseline, and their costs.
 
-    def table(title: str, headers: dict[str, str]) -> Table:
+    `saved`: the result of `to_dict`; `labels`: those of the selections that are shown, by their names.
+    """
+    rows = pd.DataFrame(saved["selections"]).set_index("name")
+    labels = labels or {name: name for name in rows.index}
+    rows = rows.loc[list(labels)].assign(ratio=rows["selection_flops"] / rows["model_flops"])
+    names = [label(labels[name], leaks) for name, leaks in rows["leaks_the_future"].items()]
+
+    def table(title: str, headers: Mapping[str, str]) -> Table:
         present = [figure for figure in headers if figure in rows]
         columns = [with_intervals(rows, figure) for figure in present]
-        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(labels, *columns)))
+        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(names, *columns)))
 
-    tokens, where = evaluation.of(BASELINE)[["num_tokens", "num_tokens_where_selected"]].sum().astype(int)
+    documents = saved["documents"]
+    tokens, where = (sum(each[name] for each in documents) for name in ("num_tokens", "num_tokens_where_selected"))
     compared = "against the baseline on the same documents; spans are selected for"
     return [
         table(
-            f"perplexity on {tokens:,} tokens, {LEVEL:.0%} intervals over {len(evaluation.documents)} documents",
+            f"perplexity on {tokens:,} tokens, {saved['level']:.0%} intervals over {len(documents)} documents",
             PERPLEXITIES,
         ),
-        table(f"{compared} {where:,} of the tokens{among(evaluation.config.max_candidates)}", COMPARISONS),
+        table(f"{compared} {where:,} of the tokens{among(saved['config']['max_candidates'])}", COMPARISONS),
         Table(
-            "cost per token: of the model that predicts it, and of the selection",
-            ("", "model, FLOPs", "selection, FLOPs"),
-            list(zip(labels, *([f"{cost:.3g}" for cost in rows[name]] for name in COSTS))),
+            "FLOPs per token: of the model that predicts it, and of the selection",
+            ("", "model", "selection", "selection / model"),
+            list(zip(names, *([f"{cost:.3g}" for cost in rows[name]] for name in (*COSTS, "ratio")))),
         ),
     ]
 

@@ -98,6 +98,6 @@ class Opened:
         """The model, for predicting the targets of whole windows."""
         return self.losses(length=self.layout.config.window_length, max_targets=self.layout.config.stride)
 
-    def gains(self, layout: Layout | None = None) -> SpanGains:
-        """The model, for scoring spans; with another layout, if one is given."""
-        return SpanGains(self.losses, layout or self.layout, self.fingerprint)
+    def gains(self) -> SpanGains:
+        """The model, for scoring spans."""
+        return SpanGains(self.losses, self.layout, self.fingerprint)

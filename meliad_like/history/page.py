@@ -1,7 +1,6 @@
 """The page of documents that were read with spans of their past: which spans, from where, and their gains."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,15 +90,11 @@ def write_history_page(folder: Path, opened: Opened, scorer: SpanScorer) -> None
         "selection reads": "the targets (leaks the future)" if leaks else "only the past",
         **{name.replace("_", " "): value for name, value in dataclasses.asdict(config).items()},
     }
-    # What a learned selector reads is in its own config.
-    del details["selector context"]
     by_word = [(h.units, *(np.add.reduceat(bits, h.units.first) for bits in (h.selected, h.plain))) for h in histories]
-    documents = [_summary(history) for history in histories]
-    summary = {"selection": scorer.name, "leaks_the_future": leaks, **details, "documents": documents}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     write_page(
         folder,
         "history",
+        {"selection": scorer.name, "leaks_the_future": leaks, "documents": [*map(_summary, histories)]},
         Path(__file__).parent / "templates",
         title=f"Ancient history selected by {label(scorer.name, leaks)}",
         leaks=leaks,

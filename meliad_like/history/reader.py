@@ -87,8 +87,9 @@ def make_selection(reader: AncientHistoryReaderConfig, store: TokenStore, split:
     folder = Path(reader.selections).expanduser() / split
     saved = StrideStore(folder)
     saved.check_complete()
-    fields = {"what": "selections", "config": config, "maker": saved.info.maker}
-    check_same(folder, saved.info.identity, StoreInfo.of(store.split(split), store, split, **fields).identity)
+    origin = {"maker": saved.info.maker, "leaks_the_future": saved.info.leaks_the_future}
+    info = StoreInfo.of(store.split(split), store, split, what="selections", config=config, **origin)
+    check_same(folder, saved.info.identity, info.identity)
     ends = {(stride.document, stride.number): row for stride, row in zip(saved.strides, saved.numbers, strict=True)}
     select = lambda _, document, stride: np.array(ends[stride.document, stride.number], np.int64)  # noqa: E731
     return select, saved.info.leaks_the_future

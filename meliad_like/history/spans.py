@@ -103,11 +103,8 @@ def is_scored(stride: Stride, config: HistoryConfig) -> bool:
 
 
 def _candidate_range(stride: Stride, config: HistoryConfig) -> range:
-    """The ends of the candidates of a stride, without the limit of max_candidates."""
-    stop = stride.candidates_end
-    if config.candidates == "before_window":
-        stop = min(stop, stride.begin + 1)
-    return range(config.span_length, stop, max(config.span_length // 2, 1))
+    """The ends of all spans before the last recent_length tokens of a stride, also of those that its window has."""
+    return range(config.span_length, stride.candidates_end, max(config.span_length // 2, 1))
 
 
 def candidates(stride: Stride, config: HistoryConfig, *, all_of_them: bool = False) -> Ends:
@@ -126,19 +123,12 @@ def random_numbers(stride: Stride, seed: int, count: int) -> UInt[np.ndarray, " 
 
 
 def select(scores: Scores, ends: Ends, config: HistoryConfig) -> Int[np.ndarray, " spans"]:
-    """The ends of the best candidates, at most `num_spans`, in their order in the window.
+    """The ends of the best candidates, at most `num_spans`, in their order in the window: the best next to the text.
 
     Of equal scores the later span is better, as in the released code (a stable sort, of which the last are taken).
     """
-    best_first = ends[np.argsort(scores, kind="stable")[::-1]]
-    if config.deduplicate:
-        apart: list[int] = []
-        for end in best_first.tolist():
-            if all(abs(end - better) >= config.span_length for better in apart):
-                apart.append(end)
-        best_first = np.asarray(apart, np.int64)
-    best_first = best_first[: config.num_spans]
-    return {"ascending": best_first[::-1], "descending": best_first, "document": np.sort(best_first)}[config.order]
+    best_first = ends[np.argsort(scores, kind="stable")[::-1]][: config.num_spans]
+    return best_first[::-1]
 
 
 def necessary_prefix(document: Tokens, stride: Stride, config: HistoryConfig) -> Int[np.ndarray, " prefix"]:

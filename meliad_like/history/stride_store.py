@@ -1,7 +1,4 @@
-"""Numbers for strides of documents, on disk.
-
-    store.json       what decides the numbers: settings, model, documents
-    numbers.jsonl    the numbers of each stride, in the order of documents and strides
+"""Numbers for strides of documents, in a file: a line with what decides them, then a line for each stride, in order.
 
 Making them can be interrupted at any time and resumed with the same command.
 """
@@ -9,7 +6,6 @@ Making them can be interrupted at any time and resumed with the same command.
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +18,14 @@ from meliad_like.config import bound_values, rebuild
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
+from meliad_like.evaluation.report import tracked
 from meliad_like.history.config import HistoryConfig
 from meliad_like.history.selection import check_finite
 from meliad_like.history.spans import Stride, candidates, is_scored, strides
-from meliad_like.resumable import Journal, read_json, read_json_lines, write_json
+from meliad_like.resumable import Journal, read_json_lines
 
-INFO_NAME = "store.json"
-DATA_NAME = "numbers.jsonl"
-WITHOUT_EFFECT = ("order", "deduplicate", "first_selection", "selector_context", "overlap", "first_token")
+FILE_NAME = "numbers.jsonl"
+WITHOUT_EFFECT = ("first_selection", "first_token")
 """Fields of HistoryConfig on which scores don't depend."""
 
 
@@ -68,18 +64,10 @@ class StoreInfo:
         return [s for s in every if (is_scored(s, self.config) if self.what == "scores" else s.selects)]
 
     @property
-    def documents_fingerprint(self) -> str:
-        """SHA-256 of which documents they are, and how much of each is used."""
-        return hashlib.sha256(json.dumps([self.documents, self.lengths, self.indices]).encode()).hexdigest()
-
-    @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for making numbers to be resumed."""
-        config = dataclasses.asdict(self.config)
-        for name in WITHOUT_EFFECT if self.what == "scores" else ():
-            del config[name]
-        saved = {name: getattr(self, name) for name in ("what", "maker", "store", "split")}
-        return saved | {"HistoryConfig": config, "documents": self.documents_fingerprint}
+        """What must be the same for making numbers to be resumed; the rest has its defaults."""
+        without_effect = [f"HistoryConfig.{name}" for name in (WITHOUT_EFFECT if self.what == "scores" else ())]
+        return {name: value for name, value in bound_values(self).items() if name not in without_effect}
 
 
 class StrideStore:
@@ -90,8 +78,9 @@ class StrideStore:
 
         Raises a UserError if there is none, it holds something else, or it is damaged.
         """
-        self.folder = folder = Path(folder).expanduser()
-        self.info = info or _read_info(folder)
+        self.folder = Path(folder).expanduser()
+        path = self.folder / FILE_NAME
+        self.info = info or _read_info(path)
         self.strides = self.info.strides()
         """The strides that have numbers."""
         if not self.strides:
@@ -99,11 +88,9 @@ class StrideStore:
                 f"no document of {self.info.split} is long enough for a window of "
                 f"window_length={self.info.config.window_length} with spans of its past"
             )
-        self.numbers: list[list[float]] = read_json_lines(folder / DATA_NAME)[1][1:]
+        self._journal = None if info is None else Journal(path, info.identity)
+        self.numbers: list[list[float]] = read_json_lines(path)[1][1:]
         """The numbers of the first strides, as far as they were made."""
-        if info is not None:
-            self._journal = Journal(folder / DATA_NAME, info.identity)
-            write_json(folder / INFO_NAME, bound_values(info))
 
     def rows(self) -> pd.DataFrame:
         """All scores as `score`, with the `document`, the number of the `stride` in it, and the `end` of the span.
@@ -127,25 +114,18 @@ class StrideStore:
                 "command that makes them again"
             )
 
-    def fill(
-        self,
-        make: Callable[[Iterable[Stride]], Iterable[np.ndarray]],
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Makes the missing numbers, in order.
-
-        Args:
-            make: from strides to their numbers, in the same order.
-            on_progress: callback with the numbers of strides that are done, and of all.
+    def fill(self, make: Callable[[Iterable[Stride]], Iterable[np.ndarray]]) -> None:
+        """Makes the missing numbers in order; `make`: from strides to their numbers, in the same order.
 
         Raises a UserError if a score is not finite; the numbers made before are kept.
         """
-        missing = self.strides[len(self.numbers) :]
-        for stride, numbers in zip(missing, make(missing) if missing else (), strict=True):
+        missing, journal = self.strides[len(self.numbers) :], self._journal
+        assert journal is not None, "the store was opened to be read"
+        pairs = zip(missing, make(missing) if missing else (), strict=True)
+        for stride, numbers in tracked(pairs, self.info.what, len(missing)):
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             self.numbers.append(numbers.tolist())
-            self._journal.write(self.numbers[-1])
-            on_progress(len(self.numbers), len(self.strides))
+            journal.write(self.numbers[-1])
 
     def documents(self, store: TokenStore) -> Documents:
         """The documents of the strides. Raises a UserError if it is another token store."""
@@ -169,13 +149,11 @@ def fingerprint(model: Any, params: Any) -> str:
     return digest.hexdigest()
 
 
-def _read_info(folder: Path) -> StoreInfo:
-    path = folder / INFO_NAME
+def _read_info(path: Path) -> StoreInfo:
+    if not (rows := read_json_lines(path)[1]):
+        way_out = "make one with meliad_like history score or select"
+        raise UserError(f"there is no store of scores or selections at {path.parent}: {way_out}")
     try:
-        return rebuild(StoreInfo, read_json(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"there is no store of scores or selections at {folder}: make one with meliad_like history score or select"
-        ) from None
+        return rebuild(StoreInfo, rows[0])
     except UserError as error:
         raise UserError(f"{path} is damaged, or of another version: {error}: make it again") from None

@@ -53,17 +53,16 @@ def run(request: StudyRequest) -> None:
     top.to_csv(request.output / "top.csv", index=False)
     title = f"{first.label} against {other.label}"
     settings = {"unit": unit, "window": other.subject.run.model.window_length, "segment": config.data.segment_length}
-    saved = {"title": title, "first": first.details(), "other": other.details(), "top": request.top, **settings}
-    saved["documents"] = sums.to_dict("records")
+    saved = {"top": request.top, **settings, "documents": sums.to_dict("records")}
     saved |= {f"by_{by}": group.rename_axis("label").reset_index().to_dict("records") for by, group in groups.items()}
     saved |= {f"top_by_{by}": top[by].value_counts().to_dict() for by in ("category", "place")}
-    selection.write_summary(request.output, saved)
     other_config = dataclasses.replace(other.subject.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
     means = groups["distance"]["gain_bits"] / groups["distance"]["units"]
     write_page(
         request.output,
         "compare",
+        saved,
         title=title,
         selection=selection,
         first=first,

@@ -50,13 +50,13 @@ def run(request: StudyRequest) -> None:
     table.to_csv(request.output / "curves.csv", index=False)
     arrays = {"starts": sums.starts, "stops": sums.stops, "tokens": sums.tokens, "bits": sums.bits}
     np.savez_compressed(request.output / "curves.npz", names=np.array(selection.documents.names), **arrays)
-    selection.write_summary(request.output, {"models": details})
     # The axis is logarithmic and has no zero.
     starts = np.maximum(sums.starts, sums.stops[0] / 2)
     centres = np.sqrt(starts * sums.stops)
     write_page(
         request.output,
         "context_curve",
+        {},
         title=f"Loss by position: {', '.join(labels)}",
         selection=selection,
         details=details,

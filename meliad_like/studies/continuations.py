@@ -45,17 +45,15 @@ def run(request: StudyRequest) -> None:
         for passage, by in zip(passages, texts, strict=True)
     )
     means, details = shares.mean().dropna().to_dict(), [subject.details() for subject in subjects]
-    saved = {"models": details, "documents": selection.description, "context_tokens": num_context}
-    saved |= {"num_tokens": request.num_tokens, "shared_words": means, "passages": passages}
-    selection.write_summary(request.output, saved, "continuations.json")
+    settings = {"context_tokens": num_context, "num_tokens": request.num_tokens}
     write_page(
         request.output,
         "continuations",
+        {**settings, "shared_words": means, "passages": passages},
         title="What passes from window to window",
         selection=selection,
         details=details,
-        context_tokens=num_context,
-        num_tokens=request.num_tokens,
+        **settings,
         seen={s.label: s.run.model.num_visible(np.array([num_context])).item() - 1 for s in subjects},
         shares=Table("", ("continuation", "share"), [(name, f"{share:.1%}") for name, share in means.items()]),
         documents=sorted({document for document, _ in places}),

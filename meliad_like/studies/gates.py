@@ -16,7 +16,7 @@ import pandas as pd
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import with_progress
+from meliad_like.evaluation.report import tracked
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import StudyRequest, choose, open_subject
@@ -113,12 +113,7 @@ def run(request: StudyRequest) -> None:
     if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
     tracer, number = Tracer(subject.opened.model, subject.opened.params), len(selection.documents.names)
-
-    def read(document: int, report: Any) -> Trace:
-        report(document, number)
-        return tracer.read(selection.whole(document))
-
-    traces = with_progress(subject.label, lambda report: [read(document, report) for document in range(number)])
+    traces = [tracer.read(selection.whole(document)) for document in tracked(range(number), subject.label, number)]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
@@ -132,8 +127,6 @@ def run(request: StudyRequest) -> None:
             arrays[f"document {index} {name} similarity"] = states[list(LAGS)].to_numpy().T
     np.savez_compressed(request.output / "gates.npz", **arrays)
     quantiles = {gate: np.quantile(blocks, QUANTILES).tolist() for gate, blocks in constants.items()}
-    saved = {"model": subject.details(), "documents": list(selection.documents.names), "quantiles": QUANTILES}
-    selection.write_summary(request.output, saved | {"time_constants_blocks": quantiles})
     lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
     measured = {
         f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
@@ -141,6 +134,7 @@ def run(request: StudyRequest) -> None:
     write_page(
         request.output,
         "gates",
+        {"documents": list(selection.documents.names), "quantiles": QUANTILES, "time_constants_blocks": quantiles},
         title=f"Gates and states of {subject.label}",
         selection=selection,
         details=[subject.details()],

@@ -8,7 +8,7 @@ from meliad_like.config import with_changes
 from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
 from meliad_like.evaluation.interventions import cleared
-from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, tables, to_markdown
+from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, tables
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
 from meliad_like.studies.page import write_page
@@ -27,7 +27,6 @@ def run(request: StudyRequest) -> None:
     maps = {each.label: _accuracies(each, selection) for each in (subject, _cleared(subject)) if each}
     cells = by_model(maps)
     totals = by_model({label: summary(of_model, source.block_length) for label, of_model in maps.items()})
-    records = {"cells": cells.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")}
     details = subject.details() | {
         "operations per token (forward)": round(subject.opened.model.forward_flops_per_token),
         "bytes of memory per document": sum(leaf.size * leaf.dtype.itemsize for leaf in subject.opened.model.memory),
@@ -36,11 +35,10 @@ def run(request: StudyRequest) -> None:
     }
     cells.to_csv(request.output / "map.csv", index=False)
     totals.to_csv(request.output / "summary.csv", index=False)
-    selection.write_summary(request.output, {"model": details, **records})
-    (request.output / "map.md").write_text(to_markdown(maps, totals), encoding="utf-8")
     write_page(
         request.output,
         "memory_map",
+        {"cells": cells.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")},
         title=f"{subject.label}: what is remembered, by number and distance",
         selection=selection,
         details=[details],

@@ -59,7 +59,7 @@ def costs(
 
 
 def run(request: StudyRequest) -> None:
-    """Writes the page, `use.csv`, `use.md` and `summary.json`.
+    """Writes the page, `use.csv` and `summary.json`.
 
     Raises a UserError if the model remembers nothing, or no document is longer than `every`.
     """
@@ -93,7 +93,6 @@ def run(request: StudyRequest) -> None:
     grid = by_distance.pivot(index="start", columns="kind", values="cost")[kinds].reset_index(names="from")
     formats = {"bits": ".4f", "tokens": ",", **dict.fromkeys(("cost", "low", "high", *kinds), "+.4f")}
     tables = [Table.of(frame, formats=formats) for frame in (total.drop(columns=["start", "stop"]), grid)]
-    (request.output / "use.md").write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
     # Before a document's first intervention nothing is changed yet.
     pairs = [pair for kind in request.kind for pair in zip(undisturbed.losses, losses[kind], strict=True)]
     difference = max(float(np.abs(ours[:every] - theirs[:every]).max()) for ours, theirs in pairs)
@@ -101,10 +100,10 @@ def run(request: StudyRequest) -> None:
     frames = {"total": total, "by_distance": by_distance}
     # JSON has no NaN.
     rows = {name: frame.replace({math.nan: None}).to_dict("records") for name, frame in frames.items()}
-    selection.write_summary(request.output, {"model": undisturbed.details(), **settings, **rows})
     write_page(
         request.output,
         "memory_use",
+        {**settings, **rows},
         title=f"{subject.label}: what is remembered, exchanged every {every:,} tokens",
         selection=selection,
         details=[undisturbed.details()],

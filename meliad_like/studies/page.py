@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,17 @@ HERE = Path(__file__).parent
 MOST_DOTS = 40
 
 
-def write_page(folder: Path, name: str, templates: Path = HERE / "templates", **values: Any) -> None:
-    """Writes `index.html`, which the template of this name makes of these values."""
+def write_page(
+    folder: Path, name: str, summary: Mapping[str, Any], templates: Path = HERE / "templates", **values: Any
+) -> None:
+    """Writes `index.html`, which the template of this name makes of these values, and `summary.json`.
+
+    The summary also gets the values `title` and `details`, the facts about each model, and which documents were read.
+    """
+    summary = {"title": values["title"], "models": values["details"], **summary}
+    if (selection := values["selection"]) is not None:
+        summary |= {"split": selection.split_name, "store": selection.store.fingerprint}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([templates, HERE / "templates"]),
         autoescape=True,

@@ -1,6 +1,5 @@
 """Models and the documents that they read for a study."""
 
-import json
 import math
 from collections import namedtuple
 from collections.abc import Sequence
@@ -99,11 +98,6 @@ class Selection(NamedTuple):
     def whole(self, index: int) -> np.ndarray:
         """The tokens of a document."""
         return self.documents.tokens(index, 0, int(self.documents.lengths[index]))
-
-    def write_summary(self, folder: Path, details: dict[str, Any], name: str = "summary.json") -> None:
-        """Writes the figures of a study, and which documents they are of."""
-        saved = details | {"split": self.split_name, "store": self.store.fingerprint}
-        (folder / name).write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:

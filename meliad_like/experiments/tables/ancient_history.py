@@ -14,10 +14,7 @@ SELECTORS: Mapping[str, Mapping[str, Any]] = {
     "learned_selector": {"selector": JointSelectorConfig()},
     "light_selector": {"selector": LightSelectorConfig()},
     # Whether the published figures come from a selector that saw the future is not known: the released one does.
-    "learned_selector_released_code": {
-        "selector": JointSelectorConfig(),
-        "history.selector_context": "released_code",
-    },
+    "learned_selector_released_code": {"selector": JointSelectorConfig(context="released_code")},
 }
 """Changes of `HistorySettings`, by their paths, for the rows that train a selector."""
 ALWAYS = ("baseline", "random", "overlap_oracle")

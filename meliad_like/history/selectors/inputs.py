@@ -48,11 +48,8 @@ class SelectorInputs:
     layout: Layout
     context_length: int
     """Largest number of tokens that are read in addition to a span."""
-
-    @property
-    def leaks_the_future(self) -> bool:
-        """Whether the selector sees the targets."""
-        return self.layout.config.selector_context == "released_code"
+    leaks_the_future: bool
+    """Whether the selector sees the targets."""
 
     @property
     def widths(self) -> dict[Part, int]:
@@ -63,7 +60,7 @@ class SelectorInputs:
     def texts(self, part: Part, document: Tokens, stride: Stride, ends: Ends) -> Texts:
         """The texts of a part for some candidates of a stride; only one of `context`, which all candidates share.
 
-        The context is the last `context_length` tokens before the targets (`prefix_only`) or, as the authors' code
+        The context is the last `context_length` tokens before the targets (`prefix`) or, as the authors' code
         reads them in training and in inference, before the end of the targets (`released_code`), also where a
         document's last stride has fewer targets.
         """
@@ -84,20 +81,15 @@ def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vo
 
     Raises a UserError if the separator is not one token of the vocabulary, or a span is all that it could read.
     """
-    length = history.prefix_length if selector.context_tokens is None else selector.context_tokens
-    if history.selector_context == "released_code":
-        length = history.recent_length
-        if selector.context_tokens is not None:
-            raise UserError(
-                f"SelectorConfig.context_tokens={selector.context_tokens} has no effect on "
-                "HistoryConfig.selector_context='released_code', which reads the window's own tokens: leave it out"
-            )
+    leaks = selector.context == "released_code"
+    own_length = history.recent_length if leaks else history.prefix_length
+    length = own_length if selector.context_tokens is None else selector.context_tokens
     if not length:
         raise UserError(
             f"history_length={history.history_length} and stride={history.stride} leave no prefix in "
             f"window_length={history.window_length} for the selector to read: bind SelectorConfig.context_tokens"
         )
-    return SelectorInputs(Layout.of(history, vocabulary), length)
+    return SelectorInputs(Layout.of(history, vocabulary), length, leaks)
 
 
 def document_texts(inputs: SelectorInputs, documents: Documents) -> Callable[[Part, pd.DataFrame], Texts]:
