@@ -100,8 +100,8 @@ def make(config: DecoderConfig, seed: int = 0):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_the_dense_model(name):
     model, params = make(CONFIGS[name])
-    tokens = tokens_of(2, 8)
-    logits, carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
+    tokens = tokens_of(2, 4)
+    logits, carry = read(model, params, tokens, begin(model, params, 2), starts(2, 4))
     dense = DenseModel(CONFIGS[name], to_meliad(params))
     for lane in range(2):
         expected, states = dense(tokens[lane])
@@ -195,24 +195,24 @@ def test_lanes_decode_independently():
 
 def test_cleared_states_start_every_segment_anew():
     model, params = make(recurrent(SKIP, clear_states=True))
-    _, carry = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
+    _, carry = read(model, params, tokens_of(2, 4), begin(model, params, 2), starts(2, 4))
     states = carry.layers[1]["recurrent_states"]
     layer = {"recurrent_states": states._replace(states=states.states + 100)}
     poisoned = carry._replace(layers=[carry.layers[0], layer])
-    logits = [read(model, params, tokens_of(2, 8, seed=1), c, starts(2, 8))[0] for c in (carry, poisoned)]
+    logits = [read(model, params, tokens_of(2, 4, seed=1), c, starts(2, 4))[0] for c in (carry, poisoned)]
     np.testing.assert_array_equal(*logits)
     kept, _ = make(SKIP)
-    assert np.abs(read(kept, params, tokens_of(2, 8, seed=1), poisoned, starts(2, 8))[0] - logits[0]).max() > 1e-3
+    assert np.abs(read(kept, params, tokens_of(2, 4, seed=1), poisoned, starts(2, 4))[0] - logits[0]).max() > 1e-3
 
 
 def test_bfloat16():
     model, params = make(dataclasses.replace(CONFIGS["lstm:dual"], activation_dtype="bfloat16"))
     exact, _ = make(CONFIGS["lstm:dual"])
-    tokens, carry = tokens_of(2, 8), begin(model, params, 2, decoding=True)
-    logits, new_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
+    tokens, carry = tokens_of(2, 4), begin(model, params, 2, decoding=True)
+    logits, new_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 4))
     assert logits.dtype == jnp.float32
     assert {x.dtype.name for x in jax.tree.leaves(new_carry.layers) if x.ndim > 1} == {"bfloat16"}
-    expected, _ = read(exact, params, tokens, begin(exact, params, 2), starts(2, 8))
+    expected, _ = read(exact, params, tokens, begin(exact, params, 2), starts(2, 4))
     assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
     one_by_one, decoded = decode(model, params, tokens, carry)
     assert np.abs(one_by_one - expected).max() < 0.05 * np.abs(expected).max()
