@@ -11,9 +11,8 @@ from jaxtyping import AbstractArray
 
 
 def has_shape(hint: Any) -> bool:
-    """Whether an annotation is of an array, or has one among its members. One that is still a text may be."""
-    is_array = isinstance(hint, type) and issubclass(hint, AbstractArray)
-    return is_array or isinstance(hint, str) or any(map(has_shape, get_args(hint)))
+    """Whether an annotation is of an array, or has one among its members."""
+    return (isinstance(hint, type) and issubclass(hint, AbstractArray)) or any(map(has_shape, get_args(hint)))
 
 
 def check_shapes(function: Callable) -> Callable:
@@ -28,8 +27,9 @@ def install(packages: list[str]) -> None:
     def jaxtyped_if_shapes(function: Any = None, **arguments: Any) -> Any:
         if function is None:
             return functools.partial(jaxtyped_if_shapes, **arguments)
-        # A call of any other function would take as long, with nothing to check.
-        if isinstance(function, types.FunctionType) and not any(map(has_shape, function.__annotations__.values())):
+        hints = getattr(function, "__annotations__", {}).values()
+        # A call of any other function would take as long, with nothing to check. What is quoted may have a shape.
+        if isinstance(function, types.FunctionType) and not any(isinstance(x, str) or has_shape(x) for x in hints):
             return function
         return jaxtyped(function, **arguments)
 

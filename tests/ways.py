@@ -38,7 +38,7 @@ def begin(model, params, b, decoding=False):
     return module.begin_decoding(carry) if decoding else carry
 
 
-# The checks below read 8, 4 and 1 blocks of two lanes and decode 32 and 3 tokens, so that they share their programs.
+# The checks below read 8, 4 and 1 blocks of two lanes and decode 16 and 3 tokens, so that they share their programs.
 def tokens_of(b, blocks, seed=0):
     return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
 
@@ -57,21 +57,21 @@ def assert_same(ours, theirs):
 
 def check_token_by_token(model, params):
     """Decoding equals the segments, also after changes from decoding to segments and back."""
-    segments = np.split(tokens_of(2, 24), 3, axis=1)
+    segments = np.split(tokens_of(2, 12), 3, axis=1)
     expected, carry = [], begin(model, params, 2)
     for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 8))
+        logits, carry = read(model, params, segment, carry, starts(2, 4))
         expected.append(logits)
     carry, module = begin(model, params, 2, decoding=True), model.bind(params)
     first, carry = decode(model, params, segments[0], carry)
-    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 8))
+    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 4))
     third, _ = decode(model, params, segments[2], module.begin_decoding(carry))
     assert_same([first, second, third], expected)
 
 
 def check_lanes(model, params):
     """Lanes decode independently: lane 1 is 3 tokens behind, so that the lanes' blocks end at different steps."""
-    tokens, carries = tokens_of(2, 16), []
+    tokens, carries = tokens_of(2, 8), []
     for lane, lengths in ((0, (3, 3)), (1, (3,))):
         carry = begin(model, params, 1, decoding=True)
         for piece in np.split(tokens[lane : lane + 1, : sum(lengths)], len(lengths), axis=1):
@@ -79,11 +79,11 @@ def check_lanes(model, params):
         carries.append(carry)
     carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
     assert carry.position.tolist() == [6, 3]
-    logits, _ = decode(model, params, np.stack([tokens[0, 6:38], tokens[1, 3:35]]), carry)
-    first, carry = read(model, params, tokens[:, : 8 * W], begin(model, params, 2), starts(2, 8))
-    second, _ = read(model, params, tokens[:, 8 * W :], carry, starts(2, 8))
+    logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
+    first, carry = read(model, params, tokens[:, : 4 * W], begin(model, params, 2), starts(2, 4))
+    second, _ = read(model, params, tokens[:, 4 * W :], carry, starts(2, 4))
     expected = jnp.concatenate([first, second], axis=1)
-    assert_same(logits, jnp.stack([expected[0, 6:38], expected[1, 3:35]]))
+    assert_same(logits, jnp.stack([expected[0, 6:22], expected[1, 3:19]]))
 
 
 def check_segments(model, params):
