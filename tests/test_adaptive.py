@@ -24,9 +24,9 @@ def test_the_loss_is_that_of_all_log_probabilities(cutoffs, slice_length):
     vocabulary, hidden, targets = make(cutoffs)
     everything = vocabulary.log_probabilities(hidden)
     np.testing.assert_allclose(jnp.exp(everything).sum(axis=-1), 1, rtol=1e-5)
-    nats, correct = vocabulary.score(hidden, targets, slice_length)
-    np.testing.assert_allclose(nats, -np.take_along_axis(everything, targets[..., None], -1)[..., 0], rtol=1e-5)
-    np.testing.assert_array_equal(correct, everything.argmax(axis=-1) == targets)
+    losses = vocabulary.score(hidden, targets, slice_length)
+    np.testing.assert_allclose(losses.nats, -np.take_along_axis(everything, targets[..., None], -1)[..., 0], rtol=1e-5)
+    np.testing.assert_array_equal(losses.correct, everything.argmax(axis=-1) == targets)
 
 
 def test_scores_of_words_and_clusters_are_float32_whatever_the_hidden_vectors_are():

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from meliad_like import mesh as mesh_lib
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, make_optimizer
+from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, make_optimizer, orthogonal
 
 AXES = {
     "embedding": ("vocabulary", "model"),
@@ -81,6 +81,19 @@ def test_sharded_updates_equal_unsharded(name, shape):
     with jax.set_mesh(mesh):
         actual = two_updates(optimizer, *place(mesh, optimizer, params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), actual, expected)
+
+
+def test_muon_divides_its_matrices_among_the_copies_of_the_parameters():
+    matrices = {str(i): jax.ShapeDtypeStruct((32, 32), jnp.float32) for i in range(8)}
+
+    def flops(num_devices):
+        mesh = make_mesh(MeshConfig(), jax.devices()[:num_devices])
+        with jax.set_mesh(mesh):
+            everywhere = mesh_lib.replicated(mesh)
+            program = jax.jit(orthogonal, in_shardings=everywhere, out_shardings=everywhere).lower(matrices)
+            return program.compile().cost_analysis()["flops"]
+
+    assert flops(8) < flops(1) / 4
 
 
 def test_shardings_of_parameters_and_adafactor_state():

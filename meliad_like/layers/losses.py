@@ -34,12 +34,12 @@ def token_losses(
     """The loss of every target, including the targets that the caller masks.
 
     Args:
-        module: has `logits(hidden) -> [..., v]`, or `target_scores`, which does not compute the logits of all tokens.
+        module: a model, with the `logits` and the `target_scores` of a `Skeleton`.
         hidden, targets: one vector for each token, and the tokens that come next.
         slice_length: number of tokens of a lane whose logits exist at the same time; rounded down to a divisor of n.
         dropout_key: random key of dropout in training, for `target_scores`.
     """
-    if hasattr(module, "target_scores"):
+    if module.target_scores is not None:
         return module.target_scores(hidden, targets, slice_length, dropout_key)
 
     def losses(hidden, targets):

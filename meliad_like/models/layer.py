@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
 from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import MIXERS, Carry, Mixer, Shape, Traits
+from meliad_like.mixers.base import MIXERS, Carry, Mixer, Shape, StatesConfig, Traits
 from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.registry import Registry, size
 
@@ -73,7 +73,8 @@ class DecoderLayer(Layer):
         mixers, d = {MIXERS.name_of(config): config for config in shape.layers[index]}, shape.model_width
         self.names = tuple(mixers)
         self.mixers = nnx.Dict({name: config.build(shape, rngs=rngs) for name, config in mixers.items()})
-        self.clearing = tuple(name for name, config in mixers.items() if getattr(config, "clear_states", False))
+        with_states = {name: config for name, config in mixers.items() if isinstance(config, StatesConfig)}
+        self.clearing = tuple(name for name, config in with_states.items() if config.clear_states)
         """The mixers that begin every segment with an empty memory."""
         self.acts_at_blocks = any(mixer.acts_at_blocks for mixer in self.mixers.values())
         if mixers:

@@ -61,14 +61,9 @@ class Model:
 
     @functools.cached_property
     def rate_factors(self) -> dict[str, float]:
-        """Factors on the learning rate that aren't 1, by the first name of a parameter; for most families none."""
+        """Factors on the learning rate that aren't 1, by the first name of a parameter; 0: it is not trained."""
         factors = {name: self.config.rate_factor(name) for name in self.abstract_params}
         return {name: factor for name, factor in factors.items() if factor != 1}
-
-    @functools.cached_property
-    def fixed_parameters(self) -> frozenset[str]:
-        """The first names of the parameters that are not trained; for most families none."""
-        return frozenset(name for name, factor in self.rate_factors.items() if not factor)
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -120,10 +115,7 @@ class Model:
         """The module with these parameters; cheap, meant to be called inside a jitted function."""
         graphdef, abstract = self._abstract
         state = jax.tree.map(lambda x: x, abstract)
-        if fixed := self.fixed_parameters:
-            params = {
-                name: jax.tree.map(jax.lax.stop_gradient, value) if name in fixed else value
-                for name, value in params.items()
-            }
+        fixed = {name: params[name] for name, factor in self.rate_factors.items() if factor == 0}
+        params = params | jax.lax.stop_gradient(fixed)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graphdef, state)

@@ -13,6 +13,7 @@ from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import LayerNorm, Linear, dropout, dropout_multiplier
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.losses import TokenLosses
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import Layer
@@ -264,7 +265,5 @@ class Shortformer(Skeleton):
         """Log-probabilities of the next token, float32."""
         return self.vocabulary.log_probabilities(hidden)
 
-    @property
-    def target_scores(self):
-        """The losses of targets, without the logits of the whole vocabulary."""
-        return self.vocabulary.score
+    def target_scores(self, *arguments) -> TokenLosses:
+        return self.vocabulary.score(*arguments)

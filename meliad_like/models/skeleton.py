@@ -6,7 +6,7 @@ families share: scans over blocks, rematerialisation, dropout keys, and the call
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,8 @@ class Skeleton(nnx.Module):
     read the whole segment at once."""
     scan_layers = False
     """Whether consecutive layers of the same form are one `jax.lax.scan`."""
+    target_scores: Callable[..., TokenLosses] | None = None
+    """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
 
     def embed(
         self, tokens: Int[Array, "*batch"], position: Int[Array, "*#batch"], dropout_key: PRNGKeyArray | None

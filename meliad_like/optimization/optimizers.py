@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers.sharding import constrain
 from meliad_like.optimization.averages import with_average
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_not_negative, check_shares
@@ -184,7 +185,8 @@ def orthogonal(updates: Any) -> Any:
     """Replaces the singular values of each matrix `[m, n]` of a tree by numbers near 0.2 sqrt(max(m, n)).
 
     Five steps of the quintic Newton-Schulz iteration of Muon map them into 0.7 to 1.2; then the root mean square of the
-    entries is about 0.2. Matrices of equal shape are computed together, so that they are compiled once.
+    entries is about 0.2. Matrices of equal shape are computed together, so that they are compiled once, and are divided
+    among the copies of the parameters.
     """
 
     def by_iteration(x: Float[Array, "g m n"]) -> Float[Array, "g m n"]:
@@ -199,7 +201,7 @@ def orthogonal(updates: Any) -> Any:
     for i, leaf in enumerate(leaves):
         groups.setdefault(leaf.shape, []).append(i)
     for (m, n), members in groups.items():
-        stacked = jnp.stack([leaves[i] for i in members])
+        stacked = constrain(jnp.stack([leaves[i] for i in members]), "matrices", "any", "any")
         # The smaller side comes first, so that the squares are small.
         result = by_iteration(stacked) if m <= n else by_iteration(stacked.mT).mT
         for i, matrix in zip(members, result * (0.2 * max(m, n) ** 0.5), strict=True):
