@@ -244,7 +244,7 @@ def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
     def table(title: str, headers: Mapping[str, str]) -> Table:
         present = [figure for figure in headers if figure in rows]
         columns = [with_intervals(rows, figure) for figure in present]
-        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(names, *columns)))
+        return Table(title, ("selection", *(headers[figure] for figure in present)), list(zip(names, *columns)))
 
     documents = saved["documents"]
     tokens, where = (sum(each[name] for each in documents) for name in ("num_tokens", "num_tokens_where_selected"))
@@ -257,7 +257,7 @@ def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
         table(f"{compared} {where:,} of the tokens{among(saved['config']['max_candidates'])}", COMPARISONS),
         Table(
             "FLOPs per token: of the model that predicts it, and of the selection",
-            ("", "model", "selection", "selection / model"),
+            ("selection", "of the model", "of the selection", "selection / model"),
             list(zip(names, *([f"{cost:.3g}" for cost in rows[name]] for name in (*COSTS, "ratio")))),
         ),
     ]
