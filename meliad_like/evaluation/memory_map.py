@@ -94,11 +94,6 @@ def tables(maps: Mapping[str, pd.DataFrame]) -> list[Table]:
     ]
 
 
-def to_markdown(maps: Mapping[str, pd.DataFrame], totals: pd.DataFrame) -> str:
-    """The map of each model and task, then the summaries."""
-    return "\n".join(table.to_markdown() for table in [*tables(maps), summary_table(totals)])
-
-
 def accuracy_table(title: str, cells: pd.DataFrame) -> Table:
     """Accuracies of a task with their intervals: a row for each number of items, a column for each distance."""
     texts = [f"{c.accuracy:.2f} ({c.low:.2f} to {c.high:.2f})" for c in cells.itertuples()]

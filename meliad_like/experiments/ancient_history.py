@@ -93,7 +93,7 @@ class HistoryExperiment(Settings):
         frame = selections.loc[list(labels)].drop(columns=["nats", "nats_where_selected"])
         frame.join(papers.add_prefix("paper: ")).to_csv(folder / f"{TABLE.name}.csv")
         _draw(frame, labels, folder / f"{TABLE.name}.png")
-        in_paper = papers.rename(labels).rename_axis("").reset_index()
+        in_paper = papers.rename(labels).rename_axis("selection").reset_index()
         title = "validation perplexities in the paper, on other documents"
         texts = [
             f"# {TABLE.title}",
@@ -159,7 +159,7 @@ def _draw(frame: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
     picture = Figure(figsize=(9, 0.42 * len(changes) + 1.6), dpi=120, layout="constrained")
     axes = picture.subplots()
     # Without an interval the error is NaN, and nothing is drawn.
-    errors = changes[["change_low", "change_high"]].sub(changes["change"], axis=0).abs().T
+    errors = changes[["change_low", "change_high"]].sub(changes["change"], axis=0).abs().to_numpy().T
     names = [label(labels[name], leaks[name]) for name in changes.index]
     axes.errorbar(changes["change"], names, xerr=errors, fmt="o", color=COLOURS[0], capsize=3)
     axes.invert_yaxis()

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.memory_map import accuracies, by_distance, by_model, summary, to_markdown
+from meliad_like.evaluation.memory_map import accuracies, by_distance, by_model, summary, summary_table, tables
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import Row
 
@@ -30,7 +30,7 @@ def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: 
 def maps_to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
     """All rows side by side, each row's map, then how much it holds and how far."""
     totals = by_model({label: summary(cells, block_length) for label, cells in maps.items()})
-    return "\n".join([by_distance(maps).to_markdown(), to_markdown(maps, totals)])
+    return "\n".join(table.to_markdown() for table in (by_distance(maps), *tables(maps), summary_table(totals)))
 
 
 def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:

@@ -170,13 +170,13 @@ def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
 
 
 def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, float]:
-    mine, baseline = row.run_name, table.row(row.baseline).run_name
-    if mine not in timing:
+    run, baseline = row.run_name, table.row(row.baseline).run_name
+    if run not in timing:
         return {}
-    seconds = float(np.median(timing[mine]["seconds"]))
-    numbers: dict[str, float] = {name: value for name, value in timing[mine].items() if isinstance(value, int | float)}
+    seconds = float(np.median(timing[run]["seconds"]))
+    numbers: dict[str, float] = {name: value for name, value in timing[run].items() if isinstance(value, int | float)}
     speed = numbers.get("tokens_per_step", math.nan) / seconds
-    relative = relative_time(timing, mine, baseline) if baseline in timing else math.nan
+    relative = relative_time(timing, run, baseline) if baseline in timing else math.nan
     return numbers | {"training_tokens_per_second": speed, "milliseconds": 1e3 * seconds, "step_time": relative}
 
 

@@ -146,11 +146,12 @@ def _of_stride(reading: StrideReading, name: str, config: HistoryConfig, model_f
     """What a stride adds to `SUMS` of a selection."""
     losses, selects = reading.nats[name], reading.stride.selects
     count, nats = len(losses), float(losses.sum(dtype=np.float64))
-    where = (count * selects, nats * selects)
+    count_where_selected, nats_where_selected = count * selects, nats * selects
     if config.first_token == "released_code" and reading.stride.number == 0 and count:
         # The released code counts the first token with the mean loss of the first window's targets.
         count, nats = count + 1, nats + nats / count
-    return count, where[0], nats, where[1], model_flops, reading.flops.get(name, 0.0)
+    selection_flops = reading.flops.get(name, 0.0)
+    return count, count_where_selected, nats, nats_where_selected, model_flops, selection_flops
 
 
 NUM_RESAMPLES = 10_000
@@ -198,19 +199,19 @@ def figures(evaluation: Evaluation) -> pd.DataFrame:
     baseline, rows = evaluation.of(BASELINE), {}
     for name, leaks in evaluation.selections.items():
         sums = evaluation.of(name)
-        gains, tokens, there = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
+        gains, tokens, selected_tokens = baseline - sums, sums["num_tokens"], sums["num_tokens_where_selected"]
         with np.errstate(over="ignore"):
             row = {
                 "perplexity": np.exp(ratio(sums["nats"], tokens)),
                 "word_perplexity": np.exp(ratio(sums["nats"], evaluation.documents["num_words"])),
                 "byte_perplexity": np.exp(ratio(sums["nats"], evaluation.documents["num_bytes"])),
-                "perplexity_where_selected": np.exp(ratio(sums["nats_where_selected"], there)),
+                "perplexity_where_selected": np.exp(ratio(sums["nats_where_selected"], selected_tokens)),
                 "change": np.exp(ratio(-gains["nats"], tokens)) - 1,
-                "change_where_selected": np.exp(ratio(-gains["nats_where_selected"], there)) - 1,
+                "change_where_selected": np.exp(ratio(-gains["nats_where_selected"], selected_tokens)) - 1,
             }
         if ORACLE in evaluation.selections:
-            most = baseline["nats"] - evaluation.of(ORACLE)["nats"]
-            row["share_of_oracle"] = ratio(gains["nats"], most) if most.sum() > 0 else np.full(3, math.nan)
+            oracle = baseline["nats"] - evaluation.of(ORACLE)["nats"]
+            row["share_of_oracle"] = ratio(gains["nats"], oracle) if oracle.sum() > 0 else np.full(3, math.nan)
         ends = {f"{figure}{end}": x for figure, xs in row.items() for end, x in zip(("", "_low", "_high"), xs)}
         rows[name] = {"leaks_the_future": leaks, **ends, **sums[list(COSTS)].sum() / tokens.sum()}
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -243,7 +244,7 @@ def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
     def table(title: str, headers: Mapping[str, str]) -> Table:
         present = [figure for figure in headers if figure in rows]
         columns = [with_intervals(rows, figure) for figure in present]
-        return Table(title, ("", *(headers[figure] for figure in present)), list(zip(names, *columns)))
+        return Table(title, ("selection", *(headers[figure] for figure in present)), list(zip(names, *columns)))
 
     documents = saved["documents"]
     tokens, where = (sum(each[name] for each in documents) for name in ("num_tokens", "num_tokens_where_selected"))
@@ -256,7 +257,7 @@ def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
         table(f"{compared} {where:,} of the tokens{among(saved['config']['max_candidates'])}", COMPARISONS),
         Table(
             "FLOPs per token: of the model that predicts it, and of the selection",
-            ("", "model", "selection", "selection / model"),
+            ("selection", "of the model", "of the selection", "selection / model"),
             list(zip(names, *([f"{cost:.3g}" for cost in rows[name]] for name in (*COSTS, "ratio")))),
         ),
     ]
