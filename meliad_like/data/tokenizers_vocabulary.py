@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.data.vocabulary import (
     DEFAULT_END,
+    PIECE,
     UNKNOWN,
     VOCABULARIES,
     FileVocabularyConfig,
@@ -27,8 +28,6 @@ TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 # llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
-PIECE = 2**16
-"""The number of characters that are encoded at once, if the text can be cut there."""
 CONTEXT, MAX_TRIALS = 256, 16
 END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
 # The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
