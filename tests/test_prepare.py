@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+from functools import partial
 
 import forked
 import numpy as np
@@ -99,8 +100,9 @@ def test_other_vocabulary_in_the_same_folder(texts, tmp_path):
 
 
 def test_folder_with_something_else(texts, tmp_path):
-    with pytest.raises(UserError, match="texts is neither empty nor a token store"):
-        prepare(config(texts), BYTES, texts, 1)
+    for make in (partial(prepare, num_workers=1), partial(prepare_part, index=0, number=2)):
+        with pytest.raises(UserError, match="texts is neither empty nor a token store"):
+            make(config(texts), BYTES, texts)
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,7 @@ def prepare(
     contents = source_fingerprint(source, opened)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
-        if folder.exists() and any(folder.iterdir()):
-            if not (folder / STORE_NAME).exists():
-                raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
-            store = TokenStore(folder)
-            store.check_settings(source, vocabulary)
+        if (store := _existing(folder, source, vocabulary)) is not None:
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
             way_out = "delete the token store, or choose another --store"
             check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
@@ -148,8 +144,7 @@ def prepare_part(
         raise UserError(f"--part={index}/{number} must be one of 0/{number} to {number - 1}/{number}")
     folder, parts, console = _places(folder)
     opened = open_source(source)
-    if (folder / STORE_NAME).exists():
-        TokenStore(folder).check_settings(source, vocabulary)
+    if _existing(folder, source, vocabulary) is not None:
         console.print(f"reusing the token store {folder}")
         return
     identity = _identity(source, opened, vocabulary) | {"parts": number}
@@ -181,6 +176,17 @@ def _places(folder: str | Path) -> tuple[Path, Path, Console]:
     folder = Path(folder).expanduser().absolute()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     return folder, folder.with_name(f"{folder.name}.parts"), console
+
+
+def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig) -> TokenStore | None:
+    """The token store of these settings in a folder; None if the folder is missing or empty."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if not (folder / STORE_NAME).exists():
+        raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
+    store = TokenStore(folder)
+    store.check_settings(source, vocabulary)
+    return store
 
 
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:

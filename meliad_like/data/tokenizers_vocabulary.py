@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.data.vocabulary import (
     DEFAULT_END,
+    PIECE,
     UNKNOWN,
     VOCABULARIES,
     FileVocabularyConfig,
@@ -27,8 +28,6 @@ TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 # llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
-PIECE = 2**16
-"""The number of characters that are encoded at once, if the text can be cut there."""
 CONTEXT, MAX_TRIALS = 256, 16
 END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
 # The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
@@ -83,10 +82,8 @@ class TokenizersVocabulary(Vocabulary):
           UserError: the tokenizer is not a byte-level BPE, or has no such token, or texts are encoded to it.
         """
         self.end_token = end_token
-        self._tokenizer = tokenizer = _parse(tokenizer_json)
         text_alone, settings = _of_text_alone(tokenizer_json, end_token)
-        if text_alone != tokenizer_json:
-            self._tokenizer = tokenizer = _parse(text_alone)
+        self._tokenizer = tokenizer = _parse(text_alone)
         # Control tokens are not recognised in prompts and documents.
         tokenizer.encode_special_tokens = True
         # Truncation and padding may be saved with the tokenizer; documents would be cut.
@@ -168,7 +165,7 @@ def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, 
         model["dropout"] = None
     if model.get("unk_token") == end_token and not BYTE_CHARACTERS.keys() <= model["vocab"].keys():
         model["unk_token"] = None
-    for step in _steps(settings):
+    for step in _steps(settings.get("pre_tokenizer")):
         if step.get("add_prefix_space"):
             step["add_prefix_space"] = False
     for token in settings.get("added_tokens") or ():
@@ -180,7 +177,7 @@ def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, 
 
 def _keeps_text(settings: dict[str, Any]) -> bool:
     """Whether the words that a tokenizer.json splits a text into are the text, and have tokens for all bytes."""
-    model, steps = settings["model"], _steps(settings)
+    model, steps = settings["model"], _steps(settings.get("pre_tokenizer"))
     return (
         BYTE_CHARACTERS.keys() <= model["vocab"].keys()
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
@@ -190,16 +187,11 @@ def _keeps_text(settings: dict[str, Any]) -> bool:
     )
 
 
-def _steps(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps in which a tokenizer.json splits text into words."""
-    steps, waiting = [], [settings.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}]
-    while waiting:
-        step = waiting.pop(0)
-        if step["type"] == "Sequence":
-            waiting = step["pretokenizers"] + waiting
-        else:
-            steps.append(step)
-    return steps
+def _steps(splitter: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps in which the pre-tokenizer of a tokenizer.json splits text into words."""
+    if splitter and splitter["type"] == "Sequence":
+        return [step for part in splitter["pretokenizers"] for step in _steps(part)]
+    return [splitter] if splitter else []
 
 
 def _spelled(token: str) -> bytes:

@@ -29,7 +29,7 @@ VOCABULARIES = Registry(
 )
 SETTINGS_NAME = "vocabulary.json"
 PIECE = 2**16
-"""The number of ids that are decoded at once."""
+"""The number of characters of a large text that are encoded at once, and of ids that are decoded."""
 DEFAULT_END = "<|endoftext|>"
 UNKNOWN = "\u2047"
 """The character that stands for what a vocabulary has no token for."""
