@@ -103,6 +103,7 @@ def test_a_prefix_is_read_once(states, monkeypatch):
     assert len(num_read) <= 7 and sum(num_read) < 1.5 * len(BOOK + OTHER)
 
 
+@needs_harness
 def test_the_most_likely_continuation_is_found(states):
     written = states.generate(BOOK, 5, temperature=0).tokens
     model = HarnessModel(states)
