@@ -51,10 +51,12 @@ PARAMETERS = {
     "block_recurrent/*": SLIDE,
     "mixer/gated_delta_rule.gin": 189_063_408,
     "mixer/kimi_delta_attention.gin": 188_702_688,
+    "mixer/lightning.gin": 195_334_408,
     "mixer/mamba2.gin": 198_224_496,
     # Twelve layers of 6,601,056, the norm, and the embedding.
     "mixer/mamba2_alone.gin": 12 * 6_601_056 + 1024 + 32_000 * 1024,
     "mixer/qwen3_next.gin": 221_981_880,
+    "mixer/retention.gin": 234_120_192,
     "mixer/rg_lru.gin": 177_588_256,
     "melodi/s192_l32.gin": 200_098_888,
     "melodi/s128_l64.gin": 198_719_016,

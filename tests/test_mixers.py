@@ -41,6 +41,7 @@ from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.mixers.retention import LightningAttention, Retention
 from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
@@ -82,6 +83,8 @@ EXAMPLES = {
     "rg_lru": Example(RGLRU(), "mixer/rg_lru.gin"),
     "kimi_delta_attention": Example(KimiDeltaAttention(), "mixer/kimi_delta_attention.gin", sizes=FEWER_HEADS),
     "mamba2": Example(Mamba2(head_size=4, state_size=4, num_groups=2), "mixer/mamba2.gin"),
+    "retention": Example(Retention(), "mixer/retention.gin", sizes=FEWER_HEADS),
+    "lightning_attention": Example(LightningAttention(), "mixer/lightning.gin"),
     "melodi": Example(
         Melodi(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",

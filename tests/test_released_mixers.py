@@ -19,6 +19,7 @@ from meliad_like.mixers.base import MIXERS, At
 from meliad_like.mixers.gated_delta_rule import DeltaCarry, GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2, Mamba2Carry
+from meliad_like.mixers.retention import Retention
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import DecoderLayer
 
@@ -248,6 +249,11 @@ def test_constant_decays_are_those_of_the_released_code(name):
     rule = Rule(query * query.shape[-1] ** -0.5, key, value, decay, None)
     state = np.swapaxes(a["input/initial_state"], 2, 3)
     matrix, y = jax.jit(read_chunks, static_argnums=3)(rule, state, np.zeros((len(query), 4), bool), 8)
+    if name == "recurrence_retention":
+        retention = Retention().build(DecoderConfig(num_heads=decay.shape[1]).shape, rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(
+            np.broadcast_to(retention.log_decay()[:, None, None], decay.shape[1:]), decay[0], rtol=1e-6
+        )
     assert_as_exact(np.moveaxis(y, 1, 2), arrays(name), "output")
     assert_as_exact(np.swapaxes(matrix, 2, 3), arrays(name), "final_state")
 

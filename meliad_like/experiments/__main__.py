@@ -5,6 +5,7 @@
 table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
 melodi                           of MELODI: compressed memories and a dense one
+mixers                           linear recurrences and hybrid stacks, at the sizes of table1
 memory_map                       maps of what memories hold, with documents made for them
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
@@ -21,7 +22,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 HISTORY = "ancient_history"
-TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "memory_map", "recurrence")
+TRAININGS = ("table1", "table3", "table4", "table5", "shortformer", "melodi", "memory_map", "mixers", "recurrence")
 PRETRAINED = ("recurrence", HISTORY)
 
 USED_BY = {

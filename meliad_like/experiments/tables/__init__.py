@@ -1,11 +1,13 @@
 """The tables, by the names of their subjects. Rows with their gin files and published figures are in TABLE.csv."""
 
-from meliad_like.experiments.tables import block_recurrent, melodi, memory_map, recurrence, shortformer
+from meliad_like.experiments.tables import block_recurrent, melodi, memory_map, mixers, recurrence, shortformer
 from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Settings, Table, configure, read_csv
 
 __all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Scale", "Settings", "Table", "configure", "read_csv"]
 
 TABLES = block_recurrent.TABLES
 """The tables of the Block-Recurrent paper."""
-SUBJECTS = TABLES | {module.TABLE.name: module.TABLE for module in (shortformer, recurrence, melodi, memory_map)}
+SUBJECTS = TABLES | {
+    module.TABLE.name: module.TABLE for module in (shortformer, recurrence, melodi, memory_map, mixers)
+}
 """All tables of the command."""
