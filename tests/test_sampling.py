@@ -16,7 +16,9 @@ DRAWS = 20_000
 def shares(**config):
     """How often each token is drawn."""
     draw = jax.jit(sample, static_argnames="config")
-    tokens = draw(jnp.tile(LOGITS, (DRAWS, 1)), jax.random.key(0), config=SamplingConfig(**config))
+    tokens = draw(
+        jnp.tile(LOGITS, (DRAWS, 1)), jax.random.split(jax.random.key(0), DRAWS), config=SamplingConfig(**config)
+    )
     return np.bincount(tokens, minlength=4) / DRAWS
 
 
@@ -48,13 +50,13 @@ def test_shares(config, expected):
 
 
 def test_ties_do_not_widen_top_k():
-    tokens = sample(jnp.zeros((200, 5)), jax.random.key(0), SamplingConfig(top_k=2))
+    tokens = sample(jnp.zeros((200, 5)), jax.random.split(jax.random.key(0), 200), SamplingConfig(top_k=2))
     assert set(np.asarray(tokens).tolist()) == {0, 1}
 
 
 def test_lanes_have_their_own_logits():
     logits = jnp.log(jnp.eye(3) + 1e-9)
-    assert sample(logits, jax.random.key(0), SamplingConfig(top_k=2)).tolist() == [0, 1, 2]
+    assert sample(logits, jax.random.split(jax.random.key(0), 3), SamplingConfig(top_k=2)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
