@@ -1,4 +1,4 @@
-"""The attention kernel in Pallas's simulation of a TPU: no races, nothing out of bounds, no memory unwritten but read."""
+"""The attention kernel in Pallas's simulation of a TPU: no races, no reads out of bounds or of unwritten memory."""
 
 import forked
 import pytest
