@@ -5,6 +5,7 @@ import functools
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -73,15 +74,18 @@ def _results(shape: Shape, kernel: str, rounded_to: str, dtype: str, with_dropou
     keys = iter(jax.random.split(jax.random.key(0), 99))
 
     def normal(*sizes: int) -> jax.Array:
-        return jax.random.normal(next(keys), sizes).astype(rounded_to).astype(dtype)
+        return jax.random.normal(next(keys), sizes)
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(rounded_to).astype(dtype)
 
     # Perturbed, so that no scale is 1 and no bias is 0.
-    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
+    params = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape), params)
     cached = (b, shape.num_heads, w, shape.head_size)
-    inputs = {"tokens": normal(b, c * w, shape.model_width), "cached keys": unit(normal(*cached))}
-    inputs |= {"cached values": normal(*cached), "parameters": params}
-    read = w * np.asarray(BLOCKS_READ, np.int32)
-    cotangent, dropout_key = normal(b, c * w, shape.inner_width), next(keys) if with_dropout else None
+    inputs = {"tokens": rounded(normal(b, c * w, shape.model_width)), "parameters": params}
+    inputs |= {"cached keys": rounded(unit(normal(*cached))), "cached values": rounded(normal(*cached))}
+    cotangent = rounded(normal(b, c * w, shape.inner_width))
+    read, dropout_key = jnp.asarray(BLOCKS_READ) * w, next(keys) if with_dropout else None
 
     @jax.jit
     def run(inputs, cotangent):
@@ -94,4 +98,5 @@ def _results(shape: Shape, kernel: str, rounded_to: str, dtype: str, with_dropou
         return {"outputs": outputs, "gradients": pull_back(cotangent)[0]}
 
     leaves, _ = jax.tree.flatten_with_path(run(inputs, cotangent))
-    return {jax.tree_util.keystr(path, simple=True): np.asarray(x, np.float32).ravel() for path, x in leaves}
+    names = (jax.tree_util.keystr(path, simple=True, separator=" ") for path, _ in leaves)
+    return {name: np.asarray(x, np.float32).ravel() for name, (_, x) in zip(names, leaves, strict=True)}
