@@ -34,7 +34,7 @@ STOP_AT_END = COMMAND.bool(
 )
 SAVE_CARRY = COMMAND.string("save_carry", None, "File for the carry, to resume from later.")
 LOAD_CARRY = COMMAND.string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
-CHUNK = COMMAND.integer("chunk", 8, "Number of tokens that are generated before they are printed.", lower_bound=1)
+CHUNK = COMMAND.integer("chunk", None, "Tokens that are printed at a time. Default: 8, then up to 64.", lower_bound=1)
 
 
 def main() -> None:

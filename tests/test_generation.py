@@ -117,10 +117,12 @@ def test_greedy_is_the_most_likely_token_of_the_parallel_pass(make_generator, op
 
 def test_chunks_change_nothing(make_generator, prompt):
     texts = []
-    for chunk in (5, 64):
-        generator = make_generator(chunk=chunk)
-        texts.append(write(generator, generator.read(generator.begin(3), [prompt[:9]]), 50)[0])
-    assert texts[0] == texts[1]
+    for chunk, sizes in ((5, [5] * 10), (64, [50]), (None, [8, 16, 26])):
+        generator = make_generator(chunk=chunk, stop_at_end=False)
+        pieces = [piece for [piece], _ in generator.write(generator.read(generator.begin(3), [prompt[:9]]), 50)]
+        assert [len(piece) for piece in pieces] == sizes
+        texts.append([token for piece in pieces for token in piece])
+    assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0])) > 10
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.generation.sampling import SamplingConfig, sample
+from meliad_like.generation.sampling import SamplingConfig, _most_likely, sample
 
 # Probabilities 0.1, 0.4, 0.3, 0.2.
 LOGITS = np.log([0.1, 0.4, 0.3, 0.2]).astype(np.float32) + 7
@@ -16,7 +16,9 @@ DRAWS = 20_000
 def shares(**config):
     """How often each token is drawn."""
     draw = jax.jit(sample, static_argnames="config")
-    tokens = draw(jnp.tile(LOGITS, (DRAWS, 1)), jax.random.key(0), config=SamplingConfig(**config))
+    tokens = draw(
+        jnp.tile(LOGITS, (DRAWS, 1)), jax.random.split(jax.random.key(0), DRAWS), config=SamplingConfig(**config)
+    )
     return np.bincount(tokens, minlength=4) / DRAWS
 
 
@@ -48,13 +50,26 @@ def test_shares(config, expected):
 
 
 def test_ties_do_not_widen_top_k():
-    tokens = sample(jnp.zeros((200, 5)), jax.random.key(0), SamplingConfig(top_k=2))
+    tokens = sample(jnp.zeros((200, 5)), jax.random.split(jax.random.key(0), 200), SamplingConfig(top_k=2))
     assert set(np.asarray(tokens).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("limit", [1, 7, 50, 0.3, 0.9])
+def test_the_most_likely_tokens_are_those_of_a_sort(limit):
+    generator = np.random.default_rng(0)
+    logits = 0.7 * generator.integers(-3, 4, (40, 50)).astype(np.float32)
+    logits[::2, :4], logits[:, 4:8] = -np.inf, -0.0
+    amounts = np.ones_like(logits, np.int32) if limit >= 1 else np.asarray(jax.nn.softmax(logits))
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    sorted_amounts = np.take_along_axis(amounts, order, axis=-1)
+    expected = np.zeros_like(logits, bool)
+    np.put_along_axis(expected, order, np.cumsum(sorted_amounts, axis=-1) - sorted_amounts < limit, axis=-1)
+    np.testing.assert_array_equal(_most_likely(logits, amounts, limit), expected)
 
 
 def test_lanes_have_their_own_logits():
     logits = jnp.log(jnp.eye(3) + 1e-9)
-    assert sample(logits, jax.random.key(0), SamplingConfig(top_k=2)).tolist() == [0, 1, 2]
+    assert sample(logits, jax.random.split(jax.random.key(0), 3), SamplingConfig(top_k=2)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ from collections.abc import Collection
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+
+GROUP = 64
+"""The number of tokens among which a token is drawn, after their group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +61,56 @@ def mask(logits: Float[Array, "... v"], allowed: Bool[Array, " v"]) -> Float[Arr
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def sample(logits: Float[Array, "b v"], key: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
-    """Samples one token per lane. Among equally likely tokens, lower ids count as more likely."""
+def sample(logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
+    """Samples one token per lane, with a random key for each: as if the lane were alone.
+
+    Among equally likely tokens, lower ids count as more likely.
+    """
     if config.temperature == 0:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / config.temperature
-    if config.top_k == 0 and config.top_p == 1:
-        return jax.random.categorical(key, logits)
-    # Ranks instead of thresholds, so that ties cannot let more than top_k tokens through.
-    sorted_logits, tokens = jax.lax.top_k(logits, min(config.top_k, logits.shape[-1]) or logits.shape[-1])
-    probabilities = jax.nn.softmax(sorted_logits, axis=-1)
-    more_likely = jnp.cumsum(probabilities, axis=-1) - probabilities
-    rank = jax.random.categorical(key, jnp.where(more_likely < config.top_p, sorted_logits, -jnp.inf))
-    return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
+    logits = logits.astype(jnp.float32) / config.temperature
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    if config.top_k:
+        weights = jnp.where(_most_likely(logits, jnp.ones_like(logits, jnp.int32), config.top_k), weights, 0)
+    if config.top_p < 1:
+        limit = config.top_p * jnp.sum(weights, axis=-1)
+        weights = jnp.where(_most_likely(logits, weights, limit), weights, 0)
+    # In two steps, because a sum over few numbers is cheap and exact to more digits.
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, 2))(keys)
+    groups = rearrange(jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP))), "b (g s) -> b g s", s=GROUP)
+    group = _draw(jnp.sum(groups, axis=-1), uniform[:, 0])
+    return group * GROUP + _draw(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], uniform[:, 1])
 
 
-def sample_lanes(
-    logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConfig, allowed: Bool[Array, " v"]
-) -> Int[Array, " b"]:
-    """Samples one of the allowed tokens per lane with a random key for each lane: as if the lane were alone."""
-    return jax.vmap(lambda logits, key: sample(logits[None], key, config)[0])(mask(logits, allowed), keys)
+def _draw(weights: Float[Array, "b n"], uniform: Float[Array, " b"]) -> Int[Array, " b"]:
+    """The index at which the sum of the weights passes this share of their total; its weight is not 0."""
+    sums = jnp.cumsum(weights, axis=-1)
+    passed = (sums > uniform[:, None] * sums[:, -1:]) & (weights > 0)
+    # Sums are rounded: without an index that passes, it is the last one with a weight.
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    return jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last)
+
+
+def _most_likely(logits: Float[Array, "b v"], amounts: Array, limit: Array | int) -> Bool[Array, "b v"]:
+    """The most likely tokens, up to the one with which their sum of `amounts` reaches the limit.
+
+    No token is sorted: a bisection finds the last token's logit, among the integers that are ordered as floats are.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.int32)
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def above(threshold: Int[Array, " b"]) -> Array:
+        return jnp.sum(jnp.where(order > threshold[:, None], amounts, 0), axis=-1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without an overflow
+        below_limit = above(middle) < limit
+        return jnp.where(below_limit, low, middle + 1), jnp.where(below_limit, middle, high)
+
+    highest = jnp.max(order, axis=-1)
+    last, _ = jax.lax.fori_loop(0, 32, halve, (jnp.full_like(highest, jnp.iinfo(jnp.int32).min), highest))
+    ties = order == last[:, None]
+    of_ties = jnp.where(ties, amounts, 0)
+    before = above(last)[:, None] + jnp.cumsum(of_ties, axis=-1) - of_ties
+    return (order > last[:, None]) | (ties & (before < jnp.reshape(limit, (-1, 1))))

@@ -12,8 +12,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader
-from meliad_like.generation.sampling import SamplingConfig, sample_lanes, writable_tokens
+from meliad_like.generation.sampling import SamplingConfig, mask, sample, writable_tokens
 from meliad_like.models.model import Model
+
+CHUNKS = (8, 64)
+"""The numbers of tokens of the first chunk and of the longest, by default: the first ones are soon there, and later
+ones rarely wait for the host."""
 
 
 class Generator:
@@ -31,7 +35,7 @@ class Generator:
         vocabulary: Vocabulary,
         sampling: SamplingConfig,
         stop_at_end: bool = True,
-        chunk: int = 8,
+        chunk: int | None = None,
     ):
         """
         Args:
@@ -39,7 +43,8 @@ class Generator:
           vocabulary: its additional ids and other tokens that stand for nothing are never written.
           stop_at_end: whether generation stops after the end of the document; if not, it is never sampled, because a
             model has never read it in training, except where it ends lines too.
-          chunk: number of tokens generated between two returns to the host.
+          chunk: number of tokens generated between two returns to the host; None: 8, and each time twice as many, up to
+            64.
 
         Raises:
           UserError: the model's carry depends on where segments begin, and generated text has no segments.
@@ -50,12 +55,13 @@ class Generator:
                 "segments: use it for evaluation"
             )
         self._model, self._params = model, params
-        self.reader, self._chunk = TextReader(model, params, segment_length), chunk
+        self.reader = TextReader(model, params, segment_length)
+        self._first_chunk, self._chunk = CHUNKS if chunk is None else (chunk, chunk)
         end = vocabulary.end_of_document
         self._end, ends_lines = end if stop_at_end else None, bool(vocabulary.decode_bytes([end]))
         allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else (end,))
         self._write_tokens = functools.partial(
-            _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=chunk
+            _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=self._chunk
         )
 
     def begin(self, *seeds: int) -> Reading:
@@ -89,12 +95,14 @@ class Generator:
         check_prompts(reading)
         if num_tokens < 0:
             raise UserError(f"tokens={num_tokens} must be at least 0")
+        chunk = self._first_chunk
         while num_tokens > 0 and not reading.ended.all():
             is_active = ~reading.ended
-            arguments = (reading.token, reading.key, is_active, min(num_tokens, self._chunk))
+            arguments = (reading.token, reading.key, is_active, min(num_tokens, chunk))
             carry, key, written, count = self._write_tokens(reading.carry, *arguments)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
+            chunk = min(2 * chunk, self._chunk)
             ended = ~is_active | (written[:, -1] == self._end)
             reading = Reading(carry, written[:, -1], key, reading.num_read + written.shape[1], ended)
             yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], reading
@@ -166,7 +174,7 @@ def _write_tokens(
         i, carry, token, key, written = loop
         logits, carry = module.decode_step(token, carry)
         keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key))
-        token = sample_lanes(logits, keys[:, 1], sampling, allowed)
+        token = sample(mask(logits, allowed), keys[:, 1], sampling)
         return i + 1, carry, token, jax.random.key_data(keys[:, 0]), written.at[:, i].set(token)
 
     loop = (0, carry, token, key, jnp.zeros((len(token), chunk), jnp.int32))

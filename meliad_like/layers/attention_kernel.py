@@ -57,7 +57,7 @@ class Options(NamedTuple):
     """The number of queries in each row of the ring."""
     mask_previous: bool
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
 
 
 def attend_window_in_kernel(
@@ -69,7 +69,7 @@ def attend_window_in_kernel(
     *,
     mask_previous: bool = True,
     rows: int | None = None,
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "b n i"]:
     """`attend_window` of projections in one kernel, also under a mesh, where each device computes its lanes and heads.
 
@@ -82,7 +82,7 @@ def attend_window_in_kernel(
         bias, previous_valid, multiplier: as for `attend_window`.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
-        interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU.
+        interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]
     if rows is None:

@@ -41,7 +41,7 @@ class WritingSettings(TypedDict, total=False):
     top_k: int
     top_p: float
     stop_at_end: bool
-    chunk: int
+    chunk: int | None
 
 
 class SearchSettings(TypedDict, total=False):
@@ -188,7 +188,7 @@ class LanguageModel:
     def stream(
         self, start: State | Text, tokens: int = 200, *, seed: int | None = None, **settings: Unpack[WritingSettings]
     ) -> Iterator[Continuation]:
-        """Yields the continuation of `generate` in pieces of `chunk` tokens, as they are written."""
+        """Yields the continuation of `generate` in pieces as they are written: of `chunk` tokens, or of 8 to 64."""
         return (
             piece for [piece] in self.stream_batch([start], tokens, seeds=None if seed is None else [seed], **settings)
         )
@@ -207,7 +207,7 @@ class LanguageModel:
         """
         states, is_alone = self._starts(starts), len(starts) == 1
         sampling: dict[str, Any] = dict(settings)
-        stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", 8)
+        stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", None)
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
         for written, reading in generator.write(self._joined(states, seeds), tokens):
@@ -295,7 +295,9 @@ class LanguageModel:
         key = jax.random.key_data(jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32)))
         return reading._replace(key=jax.device_put(key, reading.key.sharding))
 
-    def _generator(self, sampling: SamplingConfig | None = None, stop_at_end: bool = True, chunk: int = 8) -> Generator:
+    def _generator(
+        self, sampling: SamplingConfig | None = None, stop_at_end: bool = True, chunk: int | None = None
+    ) -> Generator:
         return Generator(
             self.model,
             self.params,

@@ -56,6 +56,11 @@ class Shape:
         """The width of all heads together."""
         return self.num_heads * self.head_size
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel computes attention; `auto` is none until a program has chosen one."""
+        return self.attention_kernel not in ("auto", "none")
+
 
 class At(NamedTuple):
     """Where the tokens are that a layer reads, and what other layers have published for them."""

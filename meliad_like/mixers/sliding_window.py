@@ -55,7 +55,7 @@ class WindowAttention(Mixer):
         tile, cache = self.heads.tile(x, at, cache)
         w = self.shape.window_length
         multiplier = dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, w, w))
-        if self.shape.attention_kernel != "none":
+        if self.shape.has_kernel:
             return self._attend_in_kernel(tile, multiplier), tile, cache
         keys_and_values = tile.placed_key, tile.block.value, tile.placed_previous_key, tile.before.value
         mixed = attend_window(tile.placed_query, *keys_and_values, tile.bias, tile.before.visible, multiplier)

@@ -71,7 +71,7 @@ class TokenHeads(nnx.Module):
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
         self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
-        self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.attention_kernel != "none"
+        self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.has_kernel
         d, inner = shape.model_width, shape.inner_width
         self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
         self.attention_scale = parameter(rngs.params(), jax.nn.initializers.ones, (self.num_heads,), ("heads",))

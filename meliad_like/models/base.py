@@ -75,6 +75,13 @@ class ModelConfig:
         """The module, with fresh parameters."""
         raise NotImplementedError
 
+    def on_this_platform(self) -> "ModelConfig":
+        """The same model as it is computed on the devices of this program: with the kernels that work there.
+
+        A program calls it once, before it compiles; configs that are saved stay as they are.
+        """
+        return self
+
     def flops(self, vocabulary_size: int) -> Flops:
         """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
         raise NotImplementedError

@@ -21,6 +21,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import num_parts
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
+from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base import MODELS, ModelConfig
@@ -52,9 +53,10 @@ class DecoderConfig(ModelConfig):
     not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
     layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
     """The kinds of layers in which things happen in another order than in the standard layer."""
-    attention_kernel: Literal["none", "tpu", "interpreted"] = resumable("none")
+    attention_kernel: Literal["auto", "none", "tpu", "interpreted"] = resumable("auto")
     """The kernel that computes a segment's attention to the window without its scores in memory
-    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, for tests."""
+    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, for tests. `auto`: the one for
+    TPUs on a TPU where it passes a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     feedforward_bias: bool = False
@@ -74,6 +76,10 @@ class DecoderConfig(ModelConfig):
         object.__setattr__(self, "mixers", tuple(mixers))
         for config in (*self.mixers, *self.layer_kinds):
             config.check(self.shape)
+
+    def on_this_platform(self):
+        kernel = kernel_that_works(self.shape, self.activation_dtype) if self.attention_kernel == "auto" else "none"
+        return self if kernel == "none" else dataclasses.replace(self, attention_kernel=kernel)
 
     @property
     def total_layers(self) -> int:

@@ -110,6 +110,8 @@ def open_checkpoint(
         if model.axes != trained.axes or model.abstract_params != trained.abstract_params:
             changed = " ".join(differences(saved.model, run.model)) or "RunConfig.model"
             raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
+        if (on_this_platform := run.model.on_this_platform()) != run.model:
+            model = Model(on_this_platform, vocabulary.size)
         # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
         if mesh is not None:

@@ -1,0 +1,76 @@
+"""The attention kernel's check at the start of a program, with interpreted kernels."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meliad_like.layers import attention_kernel
+from meliad_like.mixers import kernel_check, sliding_window
+from meliad_like.mixers.kernel_check import kernel_that_works
+from meliad_like.mixers.positions import Rotary
+from meliad_like.models import decoder
+from meliad_like.models.decoder import DecoderConfig
+
+CONFIG = DecoderConfig(num_layers=1, model_width=8, num_heads=2, head_size=4, window_length=8)
+
+
+@pytest.fixture
+def checked(capsys):
+    """The kernel that the check of an interpreted kernel chooses, and the line that it prints."""
+
+    def check(config, dtype="float32"):
+        jax.clear_caches()  # a changed kernel would not be traced again
+        kernel = kernel_that_works.__wrapped__(config.shape, dtype, "interpreted")
+        return kernel, capsys.readouterr().err
+
+    return check
+
+
+@pytest.mark.parametrize(("dtype", "dropout_rate"), [("float32", 0.0), ("bfloat16", 0.1)])
+def test_a_kernel_that_agrees_is_used(checked, dtype, dropout_rate):
+    config = dataclasses.replace(CONFIG, dropout_rate=dropout_rate)
+    assert checked(config, dtype) == ("interpreted", "attention kernel: checked on this device\n")
+
+
+def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
+    sheared = attention_kernel._sheared
+    monkeypatch.setattr(attention_kernel, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
+    kernel, line = checked(CONFIG)
+    assert kernel == "none" and line.count("\n") == 1
+    assert line.startswith("attention kernel: the default is used instead: the error of ")
+
+
+def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
+    def attend(*inputs, **options):
+        return attention_kernel.attend_window_in_kernel(*inputs, **options | {"interpret": False})
+
+    monkeypatch.setattr(sliding_window, "attend_window_in_kernel", attend)
+    kernel, line = checked(CONFIG)
+    assert kernel == "none" and line.count("\n") == 1
+    assert "the default is used instead: it does not compile or run (ValueError: " in line
+
+
+def test_all_processes_decide_the_same(checked, monkeypatch):
+    monkeypatch.setattr(kernel_check, "_problem", lambda *_: None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = SimpleNamespace(process_allgather=lambda agrees: np.array([agrees, False]))
+    monkeypatch.setattr(kernel_check, "multihost_utils", gather)
+    assert checked(CONFIG) == ("none", "attention kernel: the default is used instead: another process refuses it\n")
+
+
+def test_a_program_resolves_auto_and_a_cpu_changes_nothing(monkeypatch):
+    assert CONFIG.attention_kernel == "auto" and CONFIG.on_this_platform() is CONFIG
+    assert not CONFIG.shape.has_kernel
+    assert checked_nothing(dataclasses.replace(CONFIG, position=Rotary()))
+    monkeypatch.setattr(decoder, "kernel_that_works", lambda shape, dtype: "interpreted")
+    assert CONFIG.on_this_platform().attention_kernel == "interpreted"
+    without = dataclasses.replace(CONFIG, attention_kernel="none")
+    assert without.on_this_platform() is without
+
+
+def checked_nothing(config):
+    return kernel_that_works.__wrapped__(config.shape, "float32", "interpreted") == "none"
