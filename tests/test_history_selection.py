@@ -74,11 +74,15 @@ def test_random_spans_are_a_function_of_seed_document_and_stride():
     assert np.bincount(first, minlength=len(ENDS)).min() > 0
 
 
-def test_overlap():
+@pytest.mark.parametrize(
+    ("measure", "expected"), [("multiset", [3, 1, 0]), ("set", [2, 1, 0]), ("jaccard", [2 / 4, 1 / 6, 0])]
+)
+def test_overlap(measure, expected):
     document = np.array([1, 1, 2, 5, 1, 6, 7, 8, 9, 9, 9, 9])
     ends = np.array([4, 8, 12])
-    config = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
-    assert overlap(document, ends, np.array([2, 1, 1, 3]), config).tolist() == [3, 1, 0]
+    config = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="", overlap=measure)
+    shared = overlap(document, ends, np.array([2, 1, 1, 3]), config)
+    np.testing.assert_allclose(shared, expected, rtol=1e-6)
 
 
 def test_the_token_under_a_separator_is_no_part_of_a_span():

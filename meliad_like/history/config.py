@@ -38,6 +38,9 @@ class HistoryConfig:
     baseline: Literal["bare", "contiguous"] = "bare"
     """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
+    overlap: Literal["multiset", "set", "jaccard"] = "multiset"
+    """How the overlap of a span with other text is measured, which the paper leaves open: number of common tokens with
+    repetitions, number of different common tokens, or the latter divided by that of different tokens in either."""
     first_token: Literal["left_out", "released_code"] = "left_out"
     """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
     the mean loss of the document's first stride."""

@@ -99,7 +99,7 @@ its split; the position in the document; the tokens shared with the necessary pr
 
 
 def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:
-    """The number of tokens, with repetitions, that each span has in common with a text.
+    """How much each span has in common with a text, as `HistoryConfig.overlap` measures it.
 
     A token that a separator replaces is not part of the span.
     """
@@ -112,4 +112,10 @@ def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: H
     row, column = np.nonzero(types[nearest] == spans)
     in_span = np.zeros((len(ends), len(types)), np.int64)
     np.add.at(in_span, (row, nearest[row, column]), 1)
-    return np.minimum(in_span, counts).sum(axis=1)
+    if config.overlap == "multiset":
+        return np.minimum(in_span, counts).sum(axis=1)
+    common = (in_span > 0).sum(axis=1)
+    if config.overlap == "set":
+        return common
+    different = 1 + (np.diff(np.sort(spans, axis=1), axis=1) != 0).sum(axis=1)
+    return common / (different + len(types) - common)

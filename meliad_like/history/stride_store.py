@@ -25,7 +25,7 @@ from meliad_like.history.spans import Stride, candidates, is_scored, strides
 from meliad_like.resumable import Journal, read_json_lines
 
 FILE_NAME = "numbers.jsonl"
-WITHOUT_EFFECT = ("first_selection", "first_token")
+WITHOUT_EFFECT = ("first_selection", "overlap", "first_token")
 """Fields of HistoryConfig on which scores don't depend."""
 
 
