@@ -205,7 +205,7 @@ class SelectorTraining:
         # The first step reuses the memory of the state, and must not reuse that of the encoder.
         initial = {"standard": standard} if standard else {"encoder": jax.tree.map(jnp.copy, self.encoder)}
         shardings = jax.tree.map(lambda x: x.sharding, {name: abstract.params[name] for name in initial})
-        return state._replace(params={**state.params, **jax.device_put(initial, shardings)})
+        return state.starting_with({**state.params, **jax.device_put(initial, shardings)})
 
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
