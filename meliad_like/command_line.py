@@ -94,7 +94,7 @@ class Command:
 
     def run(self, main: Callable[..., int | None]) -> None:
         """Parses the flags and exits with what `main` returns; a UserError is one line on stderr and exit status 2."""
-        sys.unraisablehook = interrupt_again
+        sys.unraisablehook = on_ignored_error
         with closed_pipes():
             app.run(functools.partial(self._report, main), flags_parser=self._parse)
 
@@ -173,12 +173,13 @@ class Command:
         return words
 
 
-def interrupt_again(ignored: Any) -> None:
-    """Repeats a Ctrl-C that Python ignores because it comes in a callback, such as jax's in a garbage collection."""
+def on_ignored_error(ignored: Any) -> None:
+    """Repeats a Ctrl-C that Python ignores because it comes in a callback, such as jax's at a garbage collection."""
     if ignored.exc_type is KeyboardInterrupt:
         # After the callback.
         threading.Timer(0.01, interrupt_main).start()
-    else:
+    # tensorstore has it for each array of a checkpoint that could not be written, which is reported once.
+    elif str(ignored.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(ignored)
 
 

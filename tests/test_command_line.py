@@ -15,7 +15,7 @@ from tiny_run import environment
 
 import meliad_like
 from meliad_like.__main__ import COMMANDS
-from meliad_like.command_line import Command, interrupt_again
+from meliad_like.command_line import Command, on_ignored_error
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,10 +140,12 @@ sys.exit(repr(failed[0]) if failed else 0)
 """
 
 
-def test_ctrl_c_in_a_callback_ends_the_command():
+def test_ctrl_c_in_a_callback_ends_the_command(capsys):
+    on_ignored_error(SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("Event loop is closed")))
     with pytest.raises(KeyboardInterrupt):
-        interrupt_again(SimpleNamespace(exc_type=KeyboardInterrupt))
+        on_ignored_error(SimpleNamespace(exc_type=KeyboardInterrupt))
         time.sleep(10)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_reader_that_ends_early_and_the_version():

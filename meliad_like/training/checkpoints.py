@@ -32,6 +32,7 @@ from meliad_like.training.processes import agreed
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 METADATA = "metadata/metadata"
+LOGGERS = (logging.get_absl_logger(), standard_logging.getLogger("asyncio"))
 
 
 class _FlushedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -189,19 +190,22 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def __enter__(self) -> Self:
-        logging.get_absl_logger().addFilter(self._is_logged)
+        for logger in LOGGERS:
+            logger.addFilter(self._is_logged)
         return self
 
-    def __exit__(self, *_) -> None:
-        try:
-            with self._refusals_reported():
-                self._manager.close()
-        finally:
-            logging.get_absl_logger().removeFilter(self._is_logged)
+    def __exit__(self, kind, *_) -> None:
+        with self._refusals_reported():
+            self._manager.close()
+        # After an error the filters stay: the last threads of a save that failed end later.
+        if kind is None:
+            for logger in LOGGERS:
+                logger.removeFilter(self._is_logged)
 
     def _is_logged(self, record: standard_logging.LogRecord) -> bool:
-        # orbax logs a traceback in each thread, although it also raises the error.
-        return record.levelno < standard_logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
+        # orbax logs a traceback in each thread, and asyncio one for each array, although orbax also raises the error.
+        folders = os.path.dirname(record.pathname).split(os.sep)
+        return record.levelno < standard_logging.ERROR or not {"orbax", "asyncio"} & {*folders}
 
     def _read_json(self, step: int) -> dict[str, Any]:
         return read_json(self.folder / str(step) / METADATA)
