@@ -17,6 +17,7 @@ import tiny_run
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
+from meliad_like.config import shipped_files
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
@@ -58,7 +59,7 @@ def experiment(folder, table="table1", **changes) -> Experiment:
         "gin_params": (),
         "seeds": (0, 1),
     } | changes
-    return Experiment(table=TABLES[table], folder=folder, **settings)
+    return Experiment(table=SUBJECTS[table], folder=folder, **settings)
 
 
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
@@ -255,6 +256,16 @@ def test_a_table_of_partial_results(tmp_path):
     assert saved.at["fixed_skip", "difference_error"] == pytest.approx(0.05)
     assert np.isnan(saved.at["xl_512", "bits_per_byte"]) and saved.at["xl_512", "paper: GitHub"] == 1.21
     assert list(saved.index) == [row.name for row in TABLES["table1"].rows if not row.extra]
+
+
+def test_the_table_of_mixers_has_all_their_files(tmp_path):
+    table = SUBJECTS["mixers"]
+    assert [row.files for row in table.rows[3:]] == [(file,) for file in shipped_files() if file.startswith("mixer/")]
+    for row, bits in (("slide_13l", 1.0), ("retention", 0.9)):
+        write_result(tmp_path, table.row(row), bits_per_byte=bits)
+    rows = table_rows(experiment(tmp_path, "mixers", seeds=(0,)).results().to_markdown("tiny"))
+    assert (rows["Retention"]["difference"], rows["Mamba2"]["difference"]) == ("-0.1000", "-")
+    assert not any("paper" in header for header in rows["Slide:13L"])
 
 
 def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):

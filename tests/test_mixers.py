@@ -92,7 +92,11 @@ EXAMPLES = {
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
 }
 SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
-of_each_mixer = pytest.mark.parametrize("name", EXAMPLES)
+# Lightning attention is retention with other constants (test_retention.py).
+MARKED = {
+    name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "lightning_attention")) for name in EXAMPLES
+}
+of_each_mixer = pytest.mark.parametrize("name", MARKED.values())
 # In the second of two layers, which may also have a window, and in both layers alone.
 alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a window", "alone"])
 
@@ -327,7 +331,7 @@ def test_a_token_costs_the_same_wherever_it_stands(name):
 
 
 # Of the search of a memory, XLA counts one turn of its loop; test_flops.py has that count by hand.
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "external_memory"])
+@pytest.mark.parametrize("name", [param for name, param in MARKED.items() if name != "external_memory"])
 @alone_and_not
 def test_operations_are_those_that_xla_counts(name, alone):
     sizes = {"num_layers": 2, "model_width": 512, "num_heads": 2, "head_size": 128, "feedforward_width": 512}

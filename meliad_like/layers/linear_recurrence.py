@@ -11,6 +11,7 @@ Linear 2025). In shapes `g` is the number of groups of heads that share queries 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,6 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.sequence import scan_in_order
-
-ROWS = 16
-"""The tokens of a chunk whose decays by channel are multiplied one by one, instead of as a product of matrices."""
 
 
 class Rule(NamedTuple):
@@ -77,8 +75,8 @@ def read_chunks(
         return rearrange(x, "b (g r) (c t) e -> c b g r t e", g=group_count, t=chunk)
 
     query, key, value, log_decay = map(cut, rule[:4])
-    total = running_total(log_decay)
-    decay, until_end = jnp.exp(jnp.sum(total, axis=0)), jnp.exp(between(total, total[..., -1:, :]))
+    readers = (query,) if rule.strength is None else (query, key)
+    (of_queries, *of_keys), decay, until_end = decayed_products(readers, key, log_decay)
     of_chunk = decay[..., -1:, :]
     if rule.strength is None:
         # What a chunk's tokens write depends on no earlier chunk.
@@ -90,7 +88,7 @@ def read_chunks(
         next_state = add
     else:
         strength = cut(rule.strength)
-        products = jnp.where(np.tri(chunk, k=-1, dtype=bool), decayed_products(key, key, total) * strength, 0)
+        products = jnp.where(np.tri(chunk, k=-1, dtype=bool), of_keys[0] * strength, 0)
         known = jnp.concatenate([value, decay * key], axis=-1) * strength
         solved = exact_product(inverse_of_unit_triangular(products + jnp.eye(chunk)), known)
         xs = of_chunk, *jnp.split(solved, [value.shape[-1]], axis=-1), key, until_end
@@ -112,7 +110,7 @@ def read_chunks(
     first = jnp.repeat(start, in_block, axis=1) & (np.arange(num_chunks) % in_block == 0)
     matrix = rearrange(matrix, "b (g r) p k -> b g r p k", g=group_count)
     matrix, (before, update) = scan_in_order(lambda matrix: jax.lax.scan(step, matrix, (first.T, xs)), matrix)
-    read = decayed_products(query, key, total) @ (value if rule.strength is None else update)
+    read = of_queries @ (value if rule.strength is None else update)
     if decay.shape[-1] == 1:
         read += decay * (query @ transposed(before))
     else:
@@ -122,27 +120,6 @@ def read_chunks(
 
 def transposed(x: Float[Array, "... i j"]) -> Float[Array, "... j i"]:
     return jnp.swapaxes(x, -1, -2)
-
-
-def running_total(x: Float[Array, "*batch t e"]) -> Float[Array, "2 *batch t e"]:
-    """The sums of the first 1, 2, ..., t numbers, each as float32 and the rest that float32 has no digits for.
-
-    A channel can decay by exp(-300) at each of some tokens, and hardly at the others: the differences of float32 sums
-    would have no digits left for the latter.
-    """
-
-    def add(first, second):
-        (a, rest_of_a), (b, rest_of_b) = first, second
-        total = a + b
-        of_b = total - a
-        return total, rest_of_a + rest_of_b + ((a - (total - of_b)) + (b - of_b))
-
-    return jnp.stack(jax.lax.associative_scan(add, (x, jnp.zeros_like(x)), axis=x.ndim - 2))
-
-
-def between(earlier: Float[Array, "2 ..."], later: Float[Array, "2 ..."]) -> Float[Array, "..."]:
-    """The differences of two running totals."""
-    return (later[0] - earlier[0]) + (later[1] - earlier[1])
 
 
 def written(
@@ -155,31 +132,60 @@ def written(
 
 
 def decayed_products(
-    x: Float[Array, "*batch 1 t k"], key: Float[Array, "*batch 1 t k"], total: Float[Array, "2 *batch r t e"]
-) -> Float[Array, "*batch r t t"]:
-    """The products of queries or keys with the keys of the same and of earlier tokens, times the decay between the two.
+    readers: Sequence[Float[Array, "*batch 1 t k"]],
+    key: Float[Array, "*batch 1 t k"],
+    log_decay: Float[Array, "*batch r t e"],
+) -> tuple[list[Float[Array, "*batch r t t"]], Float[Array, "*batch r t e"], Float[Array, "*batch r t e"]]:
+    """The products of queries or keys with the keys of the same and of earlier tokens, times the decay between the two:
+    entry [t, s] is sum_i reader_ti key_si alpha_(s+1)i ... alpha_ti for s <= t, and 0 otherwise.
 
-    Entry [t, s] is sum_i x_ti key_si exp(total_ti - total_si) for s <= t, and 0 otherwise. With a decay for each
-    channel, exp(total_ti) and exp(-total_si) can't be factors of a product of matrices, because the latter overflows.
-    Rows of `ROWS` tokens are relative to the total of the first of them, so that both factors are at most 1; only the
-    tokens of the same rows are multiplied channel by channel (Kimi Linear 2025, as in fla-org's secondary chunks).
+    Logarithms of decays are only added, never subtracted: a channel can decay by exp(-300) at each of some tokens and
+    hardly at the others, for which the difference of two float32 sums would have no digits left.
+
+    Returns:
+      The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
-    t = total.shape[-2]
-    # Masked before the exponential, which would overflow above the diagonal.
-    if total.shape[-1] == 1:
-        log_decay = jnp.where(np.tri(t, dtype=bool), between(transposed(total), total), -jnp.inf)
-        return (x @ transposed(key)) * jnp.exp(log_decay)
-    size = min(ROWS, t)
-    rows, row_keys, row_totals = (rearrange(y, "... (i t) k -> ... i t k", t=size) for y in (x, key, total))
-    first = row_totals[..., :1, :]
-    earlier = np.arange(t) < size * np.arange(t // size)[:, None]
-    until_first = jnp.exp(jnp.where(earlier[..., None], between(total[..., None, :, :], first), -jnp.inf))
-    products = (rows * jnp.exp(between(first, row_totals))) @ transposed(key[..., None, :, :] * until_first)
-    log_decay = between(row_totals[..., None, :, :], row_totals[..., :, None, :])
-    decay = jnp.exp(jnp.where(np.tri(size, dtype=bool)[..., None], log_decay, -jnp.inf))
-    within = jnp.einsum("...tk,...sk,...tsk->...ts", rows, row_keys, decay)
-    diagonal = within[..., :, :, None, :] * np.eye(t // size)[:, None, :, None]
-    return rearrange(products, "... i t s -> ... (i t) s") + rearrange(diagonal, "... i t j s -> ... (i t) (j s)")
+    groups, t = key.shape[2], key.shape[-2]
+    if log_decay.shape[-1] > 1:
+        merged = (jnp.broadcast_to(y, log_decay.shape) for y in (*readers, key, log_decay))
+        *x, key, log_decay = (rearrange(y, "c b g r t k -> c b (g r) t k") for y in merged)
+        results = products_by_channel(jnp.stack(x, axis=-2), key, log_decay)
+        products, begin, end = (rearrange(y, "c b (g r) ... -> c b g r ...", g=groups) for y in results)
+        return [products[..., i, :] for i in range(len(readers))], jnp.exp(begin), jnp.exp(end)
+    between = exact_product(np.tri(t, dtype=np.float32), log_decay * np.tri(t, k=-1, dtype=np.float32))
+    # Masked before the exponential.
+    decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
+    products = [(x @ transposed(key)) * decays for x in readers]
+    return products, decays[..., :1] * jnp.exp(log_decay[..., :1, :]), transposed(decays[..., -1:, :])
+
+
+def products_by_channel(
+    x: Float[Array, "c b h t j k"], key: Float[Array, "c b h t k"], log_decay: Float[Array, "c b h t k"]
+) -> tuple[Float[Array, "c b h t j t"], Float[Array, "c b h t k"], Float[Array, "c b h t k"]]:
+    """`decayed_products` of `j` readers with a decay for each channel, for a power of two `t`, and the sums of the
+    logarithms up to each token, and from each token to the end.
+
+    The decays of the channels can't be divided between the factors of one product of matrices, as exp(G_t) and
+    exp(-G_s) of their sums, because the latter overflows. But for readers in the second half and keys in the first, the
+    decays from the middle to the former and from the latter to the middle are at most 1; then each half is halved.
+    """
+    t = key.shape[-2]
+    if t == 1:
+        return jnp.sum(x * key[..., None, :], axis=-1, keepdims=True), log_decay, jnp.zeros_like(log_decay)
+
+    def in_halves(y):
+        # Along the axis of heads, because XLA crashes on CPUs where arrays have seven axes (jaxlib 0.10.2).
+        return rearrange(y, "c b h (i t) ... -> c b (h i) t ...", i=2)
+
+    parts = products_by_channel(in_halves(x), in_halves(key), in_halves(log_decay))
+    (first, begin_1, end_1), (second, begin_2, end_2) = ([y[:, :, i::2] for y in parts] for i in (0, 1))
+    later, earlier = x[:, :, :, t // 2 :] * jnp.exp(begin_2)[..., None, :], key[:, :, :, : t // 2] * jnp.exp(end_1)
+    below = rearrange(later, "c b h t j k -> c b h (t j) k") @ transposed(earlier)
+    below = rearrange(below, "c b h (t j) s -> c b h t j s", t=t // 2)
+    upper, lower = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1), jnp.concatenate([below, second], axis=-1)
+    begin = jnp.concatenate([begin_1, begin_2 + begin_1[..., -1:, :]], axis=-2)
+    end = jnp.concatenate([end_1 + begin_2[..., -1:, :], end_2], axis=-2)
+    return jnp.concatenate([upper, lower], axis=3), begin, end
 
 
 # Accelerators round the factors of a product to bfloat16 unless they are told not to.
@@ -223,9 +229,11 @@ def flops_of_rule(
         by_channel: whether each channel has its decay.
         corrected: whether updates are the delta rule's corrections.
     """
-    decays = 8 * min(ROWS, chunk) * heads * key_size if by_channel else 5 * chunk * heads
-    products = 2 * chunk * groups * key_size + decays
-    read = products + 2 * chunk * heads * value_size + 4 * heads * key_size * value_size
+    if by_channel:
+        between, products = 0, (chunk + 5 * math.log2(chunk)) * heads * key_size
+    else:
+        between, products = 2 * chunk**2 * heads, 2 * chunk * groups * key_size + 2.5 * chunk * heads
+    read = between + products + 2 * chunk * heads * value_size + 4 * heads * key_size * value_size
     if not corrected:
         return read
     solved = 2 * chunk * heads * (key_size + value_size) + 2 * chunk**2 / 3 * heads
