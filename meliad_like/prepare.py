@@ -3,7 +3,7 @@
     meliad_like prepare --gin_file=task/books.gin --gin_param="FolderSourceConfig.folder = 'my_books'"
 
 A store that is there already is compared with the documents, and used. Machines with a common disk can share the work:
-each makes some parts (`--part=0/64` to `--part=63/64`), and `prepare` without `--part` joins them.
+each makes some parts (`--part=1/64` to `--part=64/64`), and `prepare` without `--part` joins them.
 """
 
 import re
@@ -14,12 +14,12 @@ from meliad_like.errors import UserError
 COMMAND = Command(__doc__)
 STORE = COMMAND.string("store", None, "Folder of the token store. Default: ReaderConfig.store.")
 WORKERS = COMMAND.integer("workers", 0, "Processes that read and tokenise; 0: one per core.", lower_bound=0)
-PART = COMMAND.string("part", None, "K/N: make only part K, from 0, of N; the same command makes a lost part again.")
+PART = COMMAND.string("part", None, "K/N: make only the Kth of N parts; the same command makes a lost part again.")
 
 
 def main() -> None:
     if PART.value is not None and not re.fullmatch(r"\d+/\d+", PART.value):
-        raise UserError(f"--part={PART.value} must be two numbers, such as --part=0/64")
+        raise UserError(f"--part={PART.value} must be two numbers, such as --part=3/64")
     run = COMMAND.read_config()
     from meliad_like.data.preparation import prepare, prepare_part
 

@@ -266,8 +266,8 @@ def records(tmp_path):
 def test_parts_are_joined_to_the_bytes_of_one_run(records, tmp_path, number):
     whole = prepare(records, BYTES, tmp_path / "whole", 1)
     assert len(whole.info.skipped) == 6 and whole.totals("validation").documents == 1
-    for index in reversed(range(number)):
-        prepare_part(records, BYTES, tmp_path / "store", index, number, 1)
+    for part in range(number, 0, -1):
+        prepare_part(records, BYTES, tmp_path / "store", part, number, 1)
     prepare(records, BYTES, tmp_path / "store", 1)
     assert files(tmp_path / "store") == files(tmp_path / "whole")
     assert not (tmp_path / "store.parts").exists()
@@ -277,47 +277,47 @@ def test_parts_share_one_trained_vocabulary_and_splits(texts, tmp_path, monkeypa
     """Listed documents are in one part, and documents that the vocabulary changes in all."""
     vocabulary = SentencePieceVocabularyConfig(size=290, keep_whitespace=False)
     prepare(config(texts), vocabulary, tmp_path / "whole", 1)
-    prepare_part(config(texts), vocabulary, tmp_path / "store", 0, 3, 1)
+    prepare_part(config(texts), vocabulary, tmp_path / "store", 1, 3, 1)
     monkeypatch.setattr(preparation, "_make_vocabulary", None)
-    for index in (1, 2, 0):
-        prepare_part(config(texts), vocabulary, tmp_path / "store", index, 3, 1)
-    assert "reusing part 0/3" in capsys.readouterr().err
+    for part in (2, 3, 1):
+        prepare_part(config(texts), vocabulary, tmp_path / "store", part, 3, 1)
+    assert "reusing part 1/3" in capsys.readouterr().err
     prepare(config(texts), vocabulary, tmp_path / "store", 1)
     assert files(tmp_path / "store") == files(tmp_path / "whole")
-    prepare_part(config(texts), vocabulary, tmp_path / "store", 2, 3, 1)
+    prepare_part(config(texts), vocabulary, tmp_path / "store", 3, 3, 1)
     assert "reusing the token store" in capsys.readouterr().err
 
 
 def test_missing_killed_and_damaged_parts(texts, tmp_path):
     store, parts = tmp_path / "store", tmp_path / "store.parts"
-    for index in (0, 2):
-        prepare_part(config(texts), BYTES, store, index, 4, 1)
-    (parts / "2").rename(parts / "2.incomplete")
-    with pytest.raises(UserError, match="3 of the 4 parts in .*store.parts are not there: make .*--part=1/4, 2/4, 3/4"):
+    for part in (1, 3):
+        prepare_part(config(texts), BYTES, store, part, 4, 1)
+    (parts / "3").rename(parts / "3.incomplete")
+    with pytest.raises(UserError, match="3 of the 4 parts in .*store.parts are not there: make .*--part=2/4, 3/4, 4/4"):
         prepare(config(texts), BYTES, store, 1)
-    for index in (1, 2, 3):
-        prepare_part(config(texts), BYTES, store, index, 4, 1)
-    tokens = parts / "3" / "train" / "tokens.bin"
+    for part in (2, 3, 4):
+        prepare_part(config(texts), BYTES, store, part, 4, 1)
+    tokens = parts / "4" / "train" / "tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1])
-    with pytest.raises(UserError, match="store.parts/3/train is damaged: delete .*store.parts/3 and make it again"):
+    with pytest.raises(UserError, match="store.parts/4/train is damaged: delete .*store.parts/4 and make it again"):
         prepare(config(texts), BYTES, store, 1)
     assert not store.exists()
 
 
 def test_parts_of_other_settings_numbers_and_documents_are_refused(texts, tmp_path):
     store = tmp_path / "store"
-    prepare_part(config(texts), BYTES, store, 0, 2, 1)
+    prepare_part(config(texts), BYTES, store, 1, 2, 1)
     with pytest.raises(UserError, match="parts is 2 there, 3 here; delete it, or choose another --store"):
-        prepare_part(config(texts), BYTES, store, 0, 3, 1)
+        prepare_part(config(texts), BYTES, store, 1, 3, 1)
     with pytest.raises(UserError, match="store.parts belongs .*vocabulary.size_multiple is 1 there, 8 here"):
-        prepare_part(config(texts), BytesVocabularyConfig(size_multiple=8), store, 1, 2, 1)
+        prepare_part(config(texts), BytesVocabularyConfig(size_multiple=8), store, 2, 2, 1)
     with pytest.raises(UserError, match="source.empty is 'stop' there, 'skip' here"):
         prepare(config(texts, empty="skip"), BYTES, store, 1)
-    with pytest.raises(UserError, match="--part=2/2 must be one of 0/2 to 1/2"):
-        prepare_part(config(texts), BYTES, store, 2, 2, 1)
+    with pytest.raises(UserError, match="--part=0/2 must be one of 1/2 to 2/2"):
+        prepare_part(config(texts), BYTES, store, 0, 2, 1)
     (texts / "3.txt").write_text("changed")
     with pytest.raises(UserError, match="names, sizes and times of files is '.*' there"):
-        prepare_part(config(texts), BYTES, store, 1, 2, 1)
+        prepare_part(config(texts), BYTES, store, 2, 2, 1)
 
 
 def test_command_line(tmp_path):
@@ -326,8 +326,8 @@ def test_command_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
     done = forked.run(*words, "--part=/64")
-    assert done.returncode == 2 and "--part=/64 must be two numbers, such as --part=0/64" in done.stderr
-    for part in (["--part=0/1"], []):
+    assert done.returncode == 2 and "--part=/64 must be two numbers, such as --part=3/64" in done.stderr
+    for part in (["--part=1/1"], []):
         done = forked.run(*words, *part)
         assert done.returncode == 0, done.stderr
     assert list(TokenStore(tmp_path / "a store").split("test").names) == ["logging", "urllib"]

@@ -128,11 +128,11 @@ def prepare_part(
     source: SourceConfig,
     vocabulary: VocabularyConfig,
     folder: str | Path,
-    index: int,
+    part: int,
     number: int,
     num_workers: int = 0,
 ) -> None:
-    """Writes a part of the token store in `folder`, if it is not there: part `index`, from 0, of a `number` of parts.
+    """Writes a part of the token store in `folder`, if it is not there: `part`, from 1, of a `number` of parts.
 
     The machines that make parts, at any time and in any order, share the disk. `prepare` then joins the parts to the
     same store, byte for byte, as it makes alone.
@@ -140,8 +140,8 @@ def prepare_part(
     Raises:
       UserError: parts of other settings or documents are there, a document is bad, or the disk is full.
     """
-    if not 0 <= index < number:
-        raise UserError(f"--part={index}/{number} must be one of 0/{number} to {number - 1}/{number}")
+    if not 1 <= part <= number:
+        raise UserError(f"--part={part}/{number} must be one of 1/{number} to {number}/{number}")
     folder, parts, console = _places(folder)
     opened = open_source(source)
     if _existing(folder, source, vocabulary) is not None:
@@ -157,16 +157,16 @@ def prepare_part(
         if not (parts / VOCABULARY_NAME).exists():
             with whole_folder(parts / VOCABULARY_NAME) as incomplete:
                 _make_vocabulary(source, opened, vocabulary, console).save(incomplete)
-    part = parts / str(index)
-    with locked(parts / f".{index}.lock"):
-        if part.exists():
-            console.print(f"reusing part {index}/{number} in {part}")
+    part_folder = parts / str(part)
+    with locked(parts / f".{part}.lock"):
+        if part_folder.exists():
+            console.print(f"reusing part {part}/{number} in {part_folder}")
             return
-        with whole_folder(part) as incomplete:
-            documents = opened.part(index, number)
+        with whole_folder(part_folder) as incomplete:
+            documents = opened.part(part - 1, number)
             written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers, console)
             write_json(incomplete / PART_NAME, asdict(written))
-    console.print(f"part {index}/{number} is in {part}")
+    console.print(f"part {part}/{number} is in {part_folder}")
 
 
 def _places(folder: str | Path) -> tuple[Path, Path, Console]:
@@ -206,7 +206,7 @@ def _check_parts(parts: Path, identity: dict[str, object]) -> int:
 def _join(folder: Path, parts: Path, identity: dict[str, object]) -> tuple[Vocabulary, Written]:
     """Writes the splits of all parts, one part after the other, and their vocabulary."""
     number = _check_parts(parts, identity)
-    if missing := [f"{i}/{number}" for i in range(number) if not (parts / str(i)).exists()]:
+    if missing := [f"{i}/{number}" for i in range(1, number + 1) if not (parts / str(i)).exists()]:
         raise UserError(
             f"{len(missing)} of the {number} parts in {parts} are not there: make them with --part={missing[0]}"
             f"{', ' * (len(missing) > 1)}{', '.join(missing[1:SHOWN])}, or delete the folder to begin again"
@@ -214,7 +214,7 @@ def _join(folder: Path, parts: Path, identity: dict[str, object]) -> tuple[Vocab
     shutil.copytree(parts / VOCABULARY_NAME, folder, dirs_exist_ok=True)
     vocabulary, skipped, changed = load_vocabulary(folder), [], 0
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
-    for i in range(number):
+    for i in range(1, number + 1):
         part = read_json(parts / str(i) / PART_NAME)
         for split, writer in writers.items():
             writer.append(parts / str(i) / split, Totals(**part["splits"][split]))
