@@ -66,10 +66,10 @@ HERE = COMMAND.bool(
 def main(subject: str) -> int:
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
-    # Importing jax takes seconds: a mistyped flag is reported before.
     if STEP_TIME.value:
         # The time to compile is one of the figures.
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
     from meliad_like.experiments.tables import SUBJECTS, Table
 

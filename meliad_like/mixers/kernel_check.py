@@ -21,9 +21,10 @@ BLOCKS_READ = ((1, 0, 1), (0, 1, 0))
 """The number of blocks of its document before each block, of two lanes: documents begin inside, and end there."""
 MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
-places, so the ratio is near 1; a wrong index makes errors as large as the numbers."""
-FLOAT32_ERROR = 1e-4
-"""The error that is allowed in any case, relative to the array: that of sums in another order in float32."""
+places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
+ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
+"""The error that is allowed in any case, relative to the array: in float32 that of sums in another order; otherwise the
+distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def _problem(shape: Shape, dtype: str, kernel: str) -> str | None:
         for name, x in exact.items():
             for order in (2, np.inf):
                 error, of_default = (np.linalg.norm(each[name] - x, order) for each in (results, default))
-                allowed = MOST_TIMES * of_default + FLOAT32_ERROR * np.linalg.norm(x, order)
+                allowed = MOST_TIMES * of_default + ERRORS[dtype] * np.linalg.norm(x, order)
                 # Not `error > allowed`: NaN is refused.
                 if not error <= allowed:
                     return f"the error of {name} is {error:.3g}, and should be at most {allowed:.3g}"
