@@ -192,7 +192,7 @@ def products_by_channel(
 exact_product = functools.partial(jnp.matmul, precision="highest")
 
 
-def inverse_of_unit_triangular(system: Float[Array, "*batch t t"]) -> Float[Array, "*batch t t"]:
+def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
     """The inverse of lower triangular matrices with a diagonal of ones, for a power of two `t`, by products of blocks.
 
     Not `jax.scipy.linalg.solve_triangular`: on CPUs it waits in threads of XLA's pool for other threads of this pool,
@@ -202,7 +202,9 @@ def inverse_of_unit_triangular(system: Float[Array, "*batch t t"]) -> Float[Arra
     if t == 1:
         return jnp.ones_like(system)
     half = t // 2
-    first, second = inverse_of_unit_triangular(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    # Along the first axis, because XLA crashes on CPUs where arrays have many axes (jaxlib 0.10.2).
+    diagonal = jnp.concatenate([system[..., :half, :half], system[..., half:, half:]])
+    first, second = jnp.split(inverse_of_unit_triangular(diagonal), 2)
     below = -exact_product(second, exact_product(system[..., half:, :half], first))
     return jnp.block([[first, jnp.zeros_like(first)], [below, second]])
 
