@@ -96,7 +96,8 @@ def start(folder: Path, workdir: Path, **environment: str) -> list[subprocess.Po
     command = [sys.executable, "-m", "meliad_like.train", f"--workdir={workdir}"]
     command += [f"--gin_file={file}" for file in (*FILES, *GIN_FILE.value)]
     command += [f"--gin_param={text}" for text in bindings(folder)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # One of two processes would load what the other compiles, and their collectives could come in another order.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} if PROCESSES.value == 1 else {}
     processes = []
     for process in range(PROCESSES.value):
         place = [f"--coordinator_address=localhost:{port}", f"--num_processes={PROCESSES.value}"]
