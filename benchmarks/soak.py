@@ -96,14 +96,12 @@ def start(folder: Path, workdir: Path, **environment: str) -> list[subprocess.Po
     command = [sys.executable, "-m", "meliad_like.train", f"--workdir={workdir}"]
     command += [f"--gin_file={file}" for file in (*FILES, *GIN_FILE.value)]
     command += [f"--gin_param={text}" for text in bindings(folder)]
-    # One of two processes would load what the other compiles, and their collectives could come in another order.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} if PROCESSES.value == 1 else {}
     processes = []
     for process in range(PROCESSES.value):
         place = [f"--coordinator_address=localhost:{port}", f"--num_processes={PROCESSES.value}"]
         place = [*place, f"--process_id={process}", "--join_seconds=60"] if PROCESSES.value > 1 else []
         with (folder / f"{workdir.name}-{process}.log").open("a") as log:
-            variables = {**os.environ, **cache, **environment}
+            variables = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **environment}
             processes.append(subprocess.Popen([*command, *place], stdout=log, stderr=log, env=variables))
     return processes
 

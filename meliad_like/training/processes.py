@@ -76,6 +76,9 @@ def initialize_distributed(
         )
     except ValueError as error:
         raise UserError(f"this machine is not part of a cluster that jax detects: {one_line(error)}") from None
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # A process would load programs that another has compiled, whose collectives may come in another order.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _check_port(port: int) -> None:
