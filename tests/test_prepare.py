@@ -100,7 +100,7 @@ def test_other_vocabulary_in_the_same_folder(texts, tmp_path):
 
 
 def test_folder_with_something_else(texts, tmp_path):
-    for make in (partial(prepare, num_workers=1), partial(prepare_part, index=0, number=2)):
+    for make in (partial(prepare, num_workers=1), partial(prepare_part, part=1, number=2)):
         with pytest.raises(UserError, match="texts is neither empty nor a token store"):
             make(config(texts), BYTES, texts)
 

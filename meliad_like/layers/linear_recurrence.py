@@ -149,9 +149,9 @@ def decayed_products(
     if log_decay.shape[-1] > 1:
         merged = (jnp.broadcast_to(y, log_decay.shape) for y in (*readers, key, log_decay))
         *x, key, log_decay = (rearrange(y, "c b g r t k -> c b (g r) t k") for y in merged)
-        results = products_by_channel(jnp.stack(x, axis=-2), key, log_decay)
-        products, begin, end = (rearrange(y, "c b (g r) ... -> c b g r ...", g=groups) for y in results)
-        return [products[..., i, :] for i in range(len(readers))], jnp.exp(begin), jnp.exp(end)
+        results = products_by_channel(rearrange(x, "j c b h t k -> c b h (t j) k"), key, log_decay)
+        products, begin, end = (rearrange(y, "c b (g r) s k -> c b g r s k", g=groups) for y in results)
+        return [products[..., i :: len(x), :] for i in range(len(x))], jnp.exp(begin), jnp.exp(end)
     between = exact_product(np.tri(t, dtype=np.float32), log_decay * np.tri(t, k=-1, dtype=np.float32))
     # Masked before the exponential.
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
@@ -160,32 +160,31 @@ def decayed_products(
 
 
 def products_by_channel(
-    x: Float[Array, "c b h t j k"], key: Float[Array, "c b h t k"], log_decay: Float[Array, "c b h t k"]
-) -> tuple[Float[Array, "c b h t j t"], Float[Array, "c b h t k"], Float[Array, "c b h t k"]]:
-    """`decayed_products` of `j` readers with a decay for each channel, for a power of two `t`, and the sums of the
-    logarithms up to each token, and from each token to the end.
+    x: Float[Array, "c b h tj k"], key: Float[Array, "c b h t k"], log_decay: Float[Array, "c b h t k"]
+) -> tuple[Float[Array, "c b h tj t"], Float[Array, "c b h t k"], Float[Array, "c b h t k"]]:
+    """`decayed_products` of `j` readers for each token with a decay for each channel, for a power of two `t`, and the
+    sums of the logarithms up to each token, and from each token to the end.
 
     The decays of the channels can't be divided between the factors of one product of matrices, as exp(G_t) and
     exp(-G_s) of their sums, because the latter overflows. But for readers in the second half and keys in the first, the
     decays from the middle to the former and from the latter to the middle are at most 1; then each half is halved.
     """
-    t = key.shape[-2]
+    t, readers = key.shape[-2], x.shape[-2] // key.shape[-2]
     if t == 1:
-        return jnp.sum(x * key[..., None, :], axis=-1, keepdims=True), log_decay, jnp.zeros_like(log_decay)
+        return x @ transposed(key), log_decay, jnp.zeros_like(log_decay)
 
     def in_halves(y):
-        # Along the axis of heads, because XLA crashes on CPUs where arrays have seven axes (jaxlib 0.10.2).
-        return rearrange(y, "c b h (i t) ... -> c b (h i) t ...", i=2)
+        # Along the axis of heads, because XLA crashes on CPUs where arrays have many axes (jaxlib 0.10.2).
+        return rearrange(y, "c b h (i t) k -> c b (h i) t k", i=2)
 
     parts = products_by_channel(in_halves(x), in_halves(key), in_halves(log_decay))
     (first, begin_1, end_1), (second, begin_2, end_2) = ([y[:, :, i::2] for y in parts] for i in (0, 1))
-    later, earlier = x[:, :, :, t // 2 :] * jnp.exp(begin_2)[..., None, :], key[:, :, :, : t // 2] * jnp.exp(end_1)
-    below = rearrange(later, "c b h t j k -> c b h (t j) k") @ transposed(earlier)
-    below = rearrange(below, "c b h (t j) s -> c b h t j s", t=t // 2)
+    later = x[..., readers * t // 2 :, :] * jnp.repeat(jnp.exp(begin_2), readers, axis=-2)
+    below = later @ transposed(key[..., : t // 2, :] * jnp.exp(end_1))
     upper, lower = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1), jnp.concatenate([below, second], axis=-1)
     begin = jnp.concatenate([begin_1, begin_2 + begin_1[..., -1:, :]], axis=-2)
     end = jnp.concatenate([end_1 + begin_2[..., -1:, :], end_2], axis=-2)
-    return jnp.concatenate([upper, lower], axis=3), begin, end
+    return jnp.concatenate([upper, lower], axis=-2), begin, end
 
 
 # Accelerators round the factors of a product to bfloat16 unless they are told not to.
