@@ -274,8 +274,8 @@ def test_of_whole_words_the_end_of_a_document_may_end_lines_alone(opened):
 class NoEuro(ByteVocabulary):
     """Like SentencePiece without bytes: unknown characters become one token, which decodes to a mark."""
 
-    def decode(self, ids):
-        return super().decode(ids).replace("\u20ac", " \u2047 ")
+    def document_bytes(self, ids):
+        return super().document_bytes(ids).replace("\u20ac".encode(), " \u2047 ".encode())
 
 
 def test_the_beginning_of_a_document_is_a_prompt(opened, tmp_path):
