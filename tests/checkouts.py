@@ -10,6 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTIBLE = ["env", "--default-signal=INT"]
 BASH = [*INTERRUPTIBLE, "bash"]
 
+# What an installation of the package reads, in addition to its code.
+PACKAGING = (
+    "setup.py",
+    "requirements.txt",
+    "constraints.txt",
+    "constraints-3.12.txt",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+)
+
 # In the place of .venv/bin/python: the interpreter of the tests.
 REAL_PYTHON = f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} "$@"\n'
 
@@ -18,16 +29,7 @@ def make_checkout(folder: Path, python: str = REAL_PYTHON, extra: str = "base") 
     """A checkout, with a space in its name, with `extra` installed: `python` is the text of its interpreter."""
     checkout = folder / "a checkout"
     (checkout / ".venv" / "bin").mkdir(parents=True)
-    files = (
-        "setup.py",
-        "requirements.txt",
-        "constraints.txt",
-        "constraints-3.12.txt",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "README.md",
-    )
-    for name in ("launch", "gin", "meliad_like", *files):
+    for name in ("launch", "gin", "meliad_like", *PACKAGING):
         (checkout / name).symlink_to(ROOT / name)
     interpreter = checkout / ".venv" / "bin" / "python"
     interpreter.write_text(python)

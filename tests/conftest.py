@@ -35,6 +35,7 @@ import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import shape_checks  # noqa: E402
+from checkouts import PACKAGING  # noqa: E402
 
 # Annotated shapes are checked in every call. What JAX computes with may be an array of numpy's as well.
 jaxtyping.Array = jax.Array | np.ndarray
@@ -66,17 +67,7 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     """The source distribution, and the wheel that is made from it."""
     folder = tmp_path_factory.mktemp("built")
     # A copy of what git would give others: setuptools writes build/ and *.egg-info beside setup.py.
-    tracked = [
-        "setup.py",
-        "requirements.txt",
-        "constraints.txt",
-        "constraints-3.12.txt",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "meliad_like",
-        "gin",
-    ]
-    tracked += ["README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
+    tracked = [*PACKAGING, "meliad_like", "gin", "CHANGELOG.md", "CITATION.cff", "LICENSE"]
     source = folder / "source"
     source.mkdir()
     subprocess.run(["cp", "-r", *(str(_ROOT / name) for name in tracked), source], check=True)

@@ -117,7 +117,7 @@ def test_what_does_not_change_scores_may_differ(place, scores):
 
 
 def test_damaged_and_missing_stores_are_named(place, scores, tmp_path):
-    with pytest.raises(UserError, match="there is no store of scores or selections at"):
+    with pytest.raises(UserError, match="scores or selections are missing at"):
         StrideStore(tmp_path)
     first, *_ = (scores / "numbers.jsonl").read_text().splitlines()
     (tmp_path / "numbers.jsonl").write_text(f"{first}\n[1.0, 2\n")

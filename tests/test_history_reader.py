@@ -221,7 +221,7 @@ def test_selections_made_in_advance(place, tmp_path):
     batches = [[reader.batch(step, [0]).inputs for step in range(20)] for reader in readers]
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()
-    with pytest.raises(UserError, match="there is no store of scores or selections at .*validation: "):
+    with pytest.raises(UserError, match="scores or selections are missing at .*validation: "):
         make_selection(configs[0], store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.first_selection = 1"]).data.history
     with pytest.raises(UserError, match="HistoryConfig.first_selection is None there, 1 here"):

@@ -134,7 +134,7 @@ def summary(folder):
 
 
 def test_what_can_not_be_trained_on_is_named(place, tmp_path):
-    with pytest.raises(UserError, match="there is no store of scores or selections at .*none"):
+    with pytest.raises(UserError, match="scores or selections are missing at .*none"):
         commands.train_selector(asked(place), tmp_path / "a", str(tmp_path / "none"))
     commands.select(asked(place), tmp_path / "chosen", ["recent"])
     with pytest.raises(UserError, match="chosen is a store of selections, and a selector is trained on scores"):

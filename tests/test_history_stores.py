@@ -87,7 +87,7 @@ def test_other_documents_are_named(store, tmp_path):
     ("damage", "message"),
     [
         (lambda text: text[:50] + "\n", "numbers.jsonl:1 is not JSON: "),
-        (lambda text: text[:50], "there is no store of scores or selections at"),
+        (lambda text: text[:50], "scores or selections are missing at"),
         (
             lambda text: text.replace("HistoryConfig.stride", "HistoryConfig.step"),
             "numbers.jsonl is damaged, or of .*: .*HistoryConfig has no parameter step",

@@ -151,8 +151,8 @@ def fingerprint(model: Any, params: Any) -> str:
 
 def _read_info(path: Path) -> StoreInfo:
     if not (rows := read_json_lines(path)[1]):
-        way_out = "make one with meliad_like history score or select"
-        raise UserError(f"there is no store of scores or selections at {path.parent}: {way_out}")
+        way_out = "make them with meliad_like history score or select"
+        raise UserError(f"scores or selections are missing at {path.parent}: {way_out}")
     try:
         return rebuild(StoreInfo, rows[0])
     except UserError as error:

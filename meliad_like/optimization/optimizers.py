@@ -278,12 +278,11 @@ def decayed(params: Any) -> Any:
 
 def _at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
     if fixed := {name for name, factor in factors.items() if not factor}:
-        trained = optimizer
 
         def labels(params):
             return {name: "fixed" if name in fixed else "trained" for name in params}
 
-        optimizer = optax.partition({"trained": trained, "fixed": optax.set_to_zero()}, labels)
+        optimizer = optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
     if fixed == set(factors):
         return optimizer
 
