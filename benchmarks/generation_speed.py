@@ -25,6 +25,7 @@ from meliad_like.models.model import Model
 from meliad_like.tables import Table
 
 TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole windows, so that each has the same work.")
+MODELS = flags.DEFINE_list("models", None, "Names of the models. Default: all.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each place, in turn; the median counts.")
 
 V, SEGMENT_LENGTH, CHUNK = 256, 1024, 64
@@ -51,7 +52,8 @@ CONFIGS = {
 
 def main(_):
     rows = []
-    for name, config in CONFIGS.items():
+    for name in MODELS.value or CONFIGS:
+        config = CONFIGS[name]
         model = Model(config, V)
         params = jax.jit(model.init)(jax.random.key(0))
         generator = Generator(

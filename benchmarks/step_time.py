@@ -12,6 +12,7 @@ At the size of table 1 of the Block-Recurrent paper, on an accelerator:
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -23,11 +24,16 @@ from meliad_like.experiments.step_time import TimedStep, relative_time, time_in_
 from meliad_like.mesh import make_mesh
 from meliad_like.tables import Table
 
-SCALES = {"laptop": (["size/laptop.gin"], 256), "paper": (["size/medium_150m.gin", "option/bfloat16.gin"], 32_000)}
+SCALES = {
+    "tiny": (["size/tiny.gin"], 256),
+    "laptop": (["size/laptop.gin"], 256),
+    "paper": (["size/medium_150m.gin", "option/bfloat16.gin"], 32_000),
+}
 
 SCALE = flags.DEFINE_enum("scale", "laptop", list(SCALES), "Size of the models.")
 ROWS = flags.DEFINE_list("rows", ["slide_12l", "slide_13l", "fixed_skip", "lstm_dual"], "Files of gin/block_recurrent.")
 LANES = flags.DEFINE_integer("lanes", 1, "Lanes of a step, of the size's segments; other rows read as much.")
+JOBS = flags.DEFINE_integer("jobs", 1, "Programs compiled at the same time.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Timed steps of each row.", lower_bound=1)
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all rows.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
@@ -48,7 +54,9 @@ def main(_) -> None:
     tokens = LANES.value * config.parse(files, GIN_PARAM.value).data.segment_length
     params = [f"ReaderConfig.tokens_per_step = {tokens}", *GIN_PARAM.value]
     runs = {name: config.parse([*files, f"block_recurrent/{name}.gin"], params) for name in ROWS.value}
-    steps = {name: TimedStep(run, vocabulary_size, make_mesh(run.mesh)) for name, run in runs.items()}
+    with ThreadPoolExecutor(JOBS.value) as pool:
+        made = pool.map(lambda run: TimedStep(run, vocabulary_size, make_mesh(run.mesh)), runs.values())
+        steps = dict(zip(runs, made, strict=True))
     timing = time_in_turn(steps, REPEATS.value)
     reference = "slide_13l" if "slide_13l" in steps else ROWS.value[0]
 

@@ -1,4 +1,7 @@
-"""Every test runs on eight fake CPU devices: set before jax is imported anywhere, and inherited by subprocesses."""
+"""Every test runs on eight fake CPU devices: set before jax is imported anywhere, and inherited by subprocesses.
+
+TEST_PLATFORM=cuda (or tpu) runs tests that need one device on an accelerator, such as those of the golden arrays.
+"""
 
 import atexit
 import gc
@@ -19,7 +22,10 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     # Later versions may not know them, and XLA ends the process where it meets a flag that it doesn't know.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("TEST_PLATFORM", "cpu")
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    # An accelerator's default rounds float32 factors to about three digits.
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 # Read when gcsfs is imported: otherwise it asks Google, at every access, what kind of bucket the fake one is.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

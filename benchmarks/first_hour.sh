@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# What to run first on a new kind of device, in about 20 minutes of one GPU or TPU: the golden arrays, the check of the
+# attention kernel, every row of table 1 at the paper's size with the kernel and without, and generation. It writes
+# first_hour.md and the figures of the rows as first_hour.json into a folder:
+#
+#     bash benchmarks/first_hour.sh runs/first_hour
+#     SIZE=tiny bash benchmarks/first_hour.sh runs/first_hour    # seconds on a CPU, to see that it works
+#
+# ROWS, LANES (of 4,096 tokens), JOBS (programs compiled at the same time) and REPEATS change what is timed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+folder="$(realpath -m "${1:-runs/first_hour}")" size="${SIZE:-paper}"
+all_rows="$(cut -d, -f1 meliad_like/experiments/tables/table1.csv | tail -n +2 | paste -sd,)"
+rows="${ROWS:-$all_rows}"
+golden=(tests/test_golden_models.py tests/test_golden_melodi.py tests/test_released_mixers.py tests/test_rg_lru.py)
+generation=()
+if [[ "$size" == tiny ]]; then
+    rows="${ROWS:-slide_12l,fixed_skip}" golden=(tests/test_golden_models.py -k attention)
+    generation=(--tokens=128 --repeats=1 --models=Slide)
+fi
+mkdir -p "$folder"
+page="$folder/first_hour.md"
+platform="$(python -c 'import jax; print(jax.default_backend().replace("gpu", "cuda"))')"
+{
+    echo "# First measurements"
+    python -c 'import jax, platform as p; print(f"\n{jax.devices()[0].device_kind}, Python {p.python_version()}, jax {jax.__version__}, {jax.device_count()} device(s)")'
+} >"$page"
+
+# part TITLE COMMAND...: runs a command, shows it and puts what it prints into the page; a failure is shown and the
+# others go on.
+status=0
+part() {
+    local title="$1" began=$SECONDS result=0
+    shift
+    echo "== $title: $*"
+    "$@" >"$folder/output.txt" 2>&1 || result=$?
+    tail -n 40 "$folder/output.txt"
+    [[ "$result" == 0 ]] || status=1
+    # shellcheck disable=SC2016  # these are Markdown's
+    printf '\n## %s\n\n`%s`, status %s after %s s\n\n```text\n%s\n```\n' "$title" "$*" "$result" "$((SECONDS - began))" \
+        "$(tail -n 40 "$folder/output.txt")" >>"$page"
+}
+time_rows() {
+    part "Steps, attention kernel: $1" python benchmarks/step_time.py --scale="$size" --rows="$rows" \
+        --lanes="${LANES:-4}" --jobs="${JOBS:-4}" --repeats="${REPEATS:-10}" --output="$folder/rows_$1.json" \
+        --gin_param="DecoderConfig.attention_kernel = '$1'"
+}
+part "Golden arrays" env TEST_PLATFORM="$platform" python -m pytest -q -p no:cacheprovider "${golden[@]}"
+time_rows none
+time_rows auto
+part "Generation" python benchmarks/generation_speed.py "${generation[@]}"
+python - "$folder" <<'PYTHON'
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+figures = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("rows_*.json"))}
+(folder / "first_hour.json").write_text(json.dumps(figures, indent=2))
+PYTHON
+rm -f "$folder/output.txt"
+echo "wrote $page and $folder/first_hour.json"
+exit "$status"
