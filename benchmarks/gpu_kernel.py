@@ -25,6 +25,7 @@ from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.attention_kernel_gpu import Options, Tiling, attend_window_in_kernel
 from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.mesh import MeshConfig, make_mesh, replicated
 
 LANES = flags.DEFINE_integer("lanes", 4, "Lanes.")
 BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of a segment.")
@@ -193,10 +194,12 @@ def bytes_moved(text: str) -> dict[str, int]:
 def compile_for(target: str) -> None:
     """Compiles for a GPU that is not there."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    # Pallas asks the mesh for the GPU's kind.
+    mesh = make_mesh(MeshConfig(), topology.devices)
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(inputs)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), jax.eval_shape(inputs)
     )
+    jax.set_mesh(mesh)
     for (part, name), function in programs():
         program = compiled(function, arguments)
         if isinstance(program, str):

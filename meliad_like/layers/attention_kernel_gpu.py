@@ -181,7 +181,7 @@ def _attend_backward(options, saved, cotangent):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _overlapped(x: Float[Array, "*batch m 2 g"]) -> Float[Array, "*batch m+1*g"]:
+def _overlapped(x: Float[Array, "*batch m 2 g"]) -> Float[Array, "*batch _"]:
     """Rows of 2g numbers added up, each g places to the right of the one before."""
     none = [(0, 0)] * (x.ndim - 3)
     left, right = (jnp.pad(x[..., i, :], (*none, (i, 1 - i), (0, 0))) for i in (0, 1))
@@ -419,7 +419,7 @@ def _squares(tile: int) -> tuple[int, int]:
     return tile // side, side
 
 
-def _diagonals(x: Float[Array, "tile tile"]) -> Float[Array, "two_m two_g"]:
+def _diagonals(x: Float[Array, "tile tile"]) -> Float[Array, "_ _"]:
     """The sums of a tile along its diagonals: at [e, f], of the diagonal `f - g + 1` of each square of the diagonal
     `e - m + 1` of the m by m squares. The last row and the last column are 0."""
     m, g = _squares(len(x))
