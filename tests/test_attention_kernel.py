@@ -1,4 +1,4 @@
-"""The TPU kernel, interpreted, against the attention that all platforms share."""
+"""The kernels for TPUs and GPUs, interpreted, against the attention that all platforms share."""
 
 import dataclasses
 import functools
@@ -13,8 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from meliad_like.config import parse
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend_window, unit
-from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
+from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -76,15 +77,17 @@ def outputs_and_gradients(attend, arguments, valid, multiplier, cotangent):
     return both(arguments)
 
 
-def kernel_and_reference(rows, mask_previous):
-    kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=True)
+def kernel_and_reference(name, rows, mask_previous):
+    kernel = functools.partial(KERNELS[name].attend, rows=rows, interpret=True)
     return [functools.partial(attend, mask_previous=mask_previous) for attend in (kernel, reference)]
 
 
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(6, 40))])
-def test_outputs_and_gradients_equal_the_shared_attention(seed):
+def test_outputs_and_gradients_equal_the_shared_attention(name, seed):
     *inputs, rows, mask_previous = draw(seed)
-    actual, expected = (outputs_and_gradients(attend, *inputs) for attend in kernel_and_reference(rows, mask_previous))
+    attends = kernel_and_reference(name, rows, mask_previous)
+    actual, expected = (outputs_and_gradients(attend, *inputs) for attend in attends)
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -93,7 +96,8 @@ def mean_square(x):
     return float(jnp.mean(jnp.square(x)))
 
 
-def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention(name):
     """On average over several draws: in the smallest arrays of one draw, single numbers decide."""
 
     def squared_errors(seed):
@@ -101,7 +105,7 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
         rounded = arguments | {"projected": Projected(*(x.astype(jnp.bfloat16) for x in arguments["projected"]))}
         cotangent = cotangent.astype(jnp.bfloat16)
         exact = jax.tree.map(lambda x: x.astype(jnp.float32), (rounded, cotangent))
-        attends = kernel_and_reference(rows, True)
+        attends = kernel_and_reference(name, rows, True)
         expected = outputs_and_gradients(attends[1], exact[0], valid, multiplier, exact[1])
         results = [outputs_and_gradients(attend, rounded, valid, multiplier, cotangent) for attend in attends]
         return [[mean_square(x - y) for x, y in zip(*map(jax.tree.leaves, (one, expected)))] for one in results]
@@ -160,7 +164,7 @@ def test_positions_that_change_keys_are_refused(position):
         jax.eval_shape(read, model.abstract_params)
 
 
-def lower(window_length, platform, dropout):
+def trace(kernel, window_length, platform, dropout):
     """The program of a loss and its gradient for one device of a platform."""
     config = DecoderConfig(
         num_layers=1,
@@ -170,7 +174,7 @@ def lower(window_length, platform, dropout):
         feedforward_width=16,
         window_length=window_length,
         dropout_rate=0.1,
-        attention_kernel="tpu",
+        attention_kernel=kernel,
     )
     model = Model(config, 32)
 
@@ -183,23 +187,32 @@ def lower(window_length, platform, dropout):
     mesh = AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "sequence"), abstract_device=kind)
     tokens, key = jnp.zeros((2, 2 * window_length), jnp.int32), jax.random.key(0)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.grad(loss)).trace(model.abstract_params, tokens, key if dropout else None)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        return jax.jit(jax.grad(loss)).trace(model.abstract_params, tokens, key if dropout else None)
 
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_training_step_is_lowered_for_tpus_without_scores_in_memory(dropout):
-    program = lower(256, "tpu", dropout)
+    program = trace("tpu", 256, "tpu", dropout).lower(lowering_platforms=("tpu",)).as_text()
     assert program.count("tpu_custom_call") == 2
     # With dropout, its multiplier [h, w, w] is there.
     assert ("256x256x" in program) == dropout and "x3x256x256x" not in program
 
 
-@pytest.mark.parametrize("window_length, platform", [(256, "cpu"), (192, "tpu")])
-def test_what_the_kernel_is_not_for(window_length, platform):
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_training_step_for_gpus_has_no_scores_in_memory(dropout):
+    program = str(trace("gpu", 256, "gpu", dropout).jaxpr)
+    # With the gradients of the block before, which the compiler leaves out where nobody asks for them.
+    assert program.count("pallas_call[") == 4
+    assert ("3,256,256]" in program) == dropout and ",3,256,256]" not in program
+
+
+@pytest.mark.parametrize(
+    "kernel, window_length, platform", [("tpu", 256, "cpu"), ("tpu", 192, "tpu"), ("gpu", 96, "gpu")]
+)
+def test_what_the_kernel_is_not_for(kernel, window_length, platform):
     message = f"not {platform}, window_length={window_length} and head_size=128: set it to 'none'"
     with pytest.raises(UserError, match=message):
-        lower(window_length, platform, dropout=False)
+        trace(kernel, window_length, platform, dropout=False)
 
 
 def test_the_file_chooses_it_for_the_window():

@@ -12,7 +12,8 @@ import pytest
 from einops import rearrange
 
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
-from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
+from meliad_like.layers.attention_kernel import Projected
+from meliad_like.layers.kernels import KERNELS
 from meliad_like.layers.memory_search import attend_memories
 
 B, C, H, W, K = 2, 2, 2, 16, 8
@@ -81,12 +82,16 @@ def window(query, key, value, bias, scale):
     return attend_window(query, key[:, 1:], value[:, 1:], key[:, :-1], value[:, :-1], bias, VALID)
 
 
-@jax.jit
-def kernel(query, key, value, bias, scale):
+@functools.partial(jax.jit, static_argnums=0)
+def kernel(name, query, key, value, bias, scale):
     blocks = (rearrange(x, "b c h w k -> b (c w) (h k)") for x in (query, key[:, 1:], value[:, 1:]))
     before = (rearrange(x[:, 0], "b h w k -> b w (h k)") for x in (unit(key), value))
-    mixed = attend_window_in_kernel(Projected(*blocks, *before), jnp.full(H, scale), bias, VALID, interpret=True)
+    attend = KERNELS[name].attend
+    mixed = attend(Projected(*blocks, *before), jnp.full(H, scale), bias, VALID, interpret=True)
     return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=H, w=W)
+
+
+PATHS = [window, *(functools.partial(kernel, name) for name in ("tpu", "gpu"))]
 
 
 def window_in_float64(query, key, value, bias, scale):
@@ -101,7 +106,7 @@ def window_in_float64(query, key, value, bias, scale):
 @pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.parametrize("bias", ["random", "close", "far", "none"])
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("path", [window, kernel])
+@pytest.mark.parametrize("path", PATHS, ids=["window", "tpu", "gpu"])
 def test_window(path, scale, bias, opposed):
     arguments = (*heads(0, opposed), biases(bias) * scale)
     actual, expected = path(*arguments, scale), window_in_float64(*arguments, scale)

@@ -1,6 +1,7 @@
 """The attention kernel's check at the start of a program, with interpreted kernels."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from meliad_like.layers import attention_kernel
-from meliad_like.mixers import kernel_check, sliding_window
+from meliad_like.layers.kernels import KERNELS
+from meliad_like.mixers import kernel_check
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import Rotary
 from meliad_like.models import decoder
@@ -30,8 +32,10 @@ def checked(capsys):
     return check
 
 
-@pytest.mark.parametrize(("dtype", "dropout_rate"), [("float32", 0.0), ("bfloat16", 0.1)])
-def test_a_kernel_that_agrees_is_used(checked, dtype, dropout_rate):
+@pytest.mark.parametrize(("name", "dtype", "dropout_rate"), [("tpu", "float32", 0.0), ("gpu", "bfloat16", 0.1)])
+def test_a_kernel_that_agrees_is_used(checked, monkeypatch, name, dtype, dropout_rate):
+    interpreted = functools.partial(KERNELS[name].attend, interpret=True)
+    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend=interpreted))
     config = dataclasses.replace(CONFIG, dropout_rate=dropout_rate)
     assert checked(config, dtype) == ("interpreted", "attention kernel: checked on this device\n")
 
@@ -45,10 +49,8 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
-    def attend(*inputs, **options):
-        return attention_kernel.attend_window_in_kernel(*inputs, **options | {"interpret": False})
-
-    monkeypatch.setattr(sliding_window, "attend_window_in_kernel", attend)
+    for_tpus = KERNELS["interpreted"]._replace(attend=KERNELS["tpu"].attend)
+    monkeypatch.setitem(KERNELS, "interpreted", for_tpus)
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
     assert "the default is used instead: it does not compile or run (ValueError: " in line

@@ -16,6 +16,7 @@ the head's last block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,20 +88,25 @@ def attend_window_in_kernel(
     w = bias.shape[1]
     if rows is None:
         rows = ROWS if w % ROWS == 0 else w
-    run = functools.partial(_attend, Options(rows, mask_previous, interpret))
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        # The compiler can't divide a kernel among devices.
-        lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-        tokens, by_head = PartitionSpec(lanes, None, heads), PartitionSpec(heads)
-        run = jax.shard_map(
-            run,
-            in_specs=(Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head),
-            out_specs=tokens,
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            check_vma=False,
-        )
+    run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, interpret)))
     return run(projected, scale, bias, previous_valid, multiplier)
+
+
+def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
+    """`run`, a function of the arguments of `attend_window_in_kernel`; under a mesh, each device runs it for its lanes
+    and heads, because the compiler can't divide a kernel among devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return run
+    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
+    tokens, by_head = PartitionSpec(lanes, None, heads), PartitionSpec(heads)
+    return jax.shard_map(
+        run,
+        in_specs=(Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head),
+        out_specs=tokens,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -343,13 +349,13 @@ class _Row:
 
     def products(self, x, own, previous):
         """The products of vectors of the queries with what is in each column of the ring."""
-        both = (_dot(x, keys[self.queries, :], (1, 1)) for keys in (own, previous))
+        both = (matrix_product(x, keys[self.queries, :], (1, 1)) for keys in (own, previous))
         columns = [jnp.where(self.own[:, self.queries], *both)]
         # Empty arrays can't be compiled.
         if self.begin > 0:
-            columns.insert(0, _dot(x, own[: self.begin, :], (1, 1)))
+            columns.insert(0, matrix_product(x, own[: self.begin, :], (1, 1)))
         if self.end < self.w:
-            columns.append(_dot(x, previous[self.end :, :], (1, 1)))
+            columns.append(matrix_product(x, previous[self.end :, :], (1, 1)))
         return jnp.concatenate(columns, axis=1)
 
     def halves(self, x):
@@ -363,13 +369,13 @@ class _Row:
     def mix(self, weights, own, previous):
         """The sum over the columns of weights times what is in them."""
         of_own, of_previous = self.halves(weights)
-        return _dot(of_own, own[: self.end, :]) + _dot(of_previous, previous[self.begin :, :])
+        return matrix_product(of_own, own[: self.end, :]) + matrix_product(of_previous, previous[self.begin :, :])
 
     def add(self, weights, x, own, previous):
         """Adds weights times vectors of the queries to what is in each column: the transpose of `mix`."""
         of_own, of_previous = self.halves(weights)
-        own[: self.end, :] += _dot(of_own, x, (0, 0))
-        previous[self.begin :, :] += _dot(of_previous, x, (0, 0))
+        own[: self.end, :] += matrix_product(of_own, x, (0, 0))
+        previous[self.begin :, :] += matrix_product(of_previous, x, (0, 0))
 
     def dropped(self, x):
         return x if self.multiplier is None else x * self.multiplier[self.queries, :]
@@ -380,7 +386,7 @@ class _Row:
         return x if self.begin == 0 else pltpu.roll(x, shift, 1)
 
 
-def _dot(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
+def matrix_product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
     """The product of two matrices, summed over one axis of each, in float32."""
     axes = (contracted[:1], contracted[1:])
     return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)

@@ -54,8 +54,3 @@ def unrolls_blocks(num_blocks: int) -> bool:
     Nothing is then written into arrays of all blocks for the backward pass, but compilation takes longer.
     """
     return platform() == "tpu" and num_blocks <= MOST_UNROLLED
-
-
-def compiles_tpu_kernels() -> bool:
-    """TPU: kernels for TPUs can be compiled; elsewhere they are interpreted, for tests."""
-    return platform() == "tpu"

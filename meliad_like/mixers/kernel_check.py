@@ -11,8 +11,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from meliad_like.layers.attention import unit
-from meliad_like.layers.attention_kernel import ROWS
-from meliad_like.layers.backend import compiles_tpu_kernels
+from meliad_like.layers.kernels import kernel_of_platform
 from meliad_like.mixers.base import At, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
 from meliad_like.mixers.token_heads import TokenCache
@@ -28,14 +27,14 @@ distance of two numbers of the type, because in an array of few numbers the rati
 
 
 @functools.cache
-def kernel_that_works(shape: Shape, dtype: str, kernel: str = "tpu") -> str:
-    """The kernel, if this process's platform and the sizes allow it and it passes the check; otherwise `none`.
+def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
+    """The kernel, if it passes the check, otherwise `none`. None: that of this process's platform for these sizes.
 
     One line on stderr says what was found. All processes must call it, and get the same result.
     """
-    sizes_fit = shape.window_length % ROWS == 0 and shape.head_size % ROWS == 0
+    kernel = kernel or kernel_of_platform(shape.window_length, shape.head_size)
     has_window = any(mixer.has_window for mixers in shape.layers for mixer in mixers)
-    if kernel == "tpu" and not (compiles_tpu_kernels() and sizes_fit and has_window):
+    if kernel == "none" or not has_window:
         return "none"
     if shape.position.build(shape.window_length, shape.num_heads, shape.model_width, rngs=nnx.Rngs(0)).changes_keys:
         return "none"

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, merge_heads
-from meliad_like.layers.attention_kernel import ROWS, attend_window_in_kernel
-from meliad_like.layers.backend import compiles_tpu_kernels, platform
+from meliad_like.layers.backend import platform
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
 from meliad_like.mixers.token_heads import Tile, TokenCache, TokenHeads, TokenTile
 from meliad_like.registry import size
@@ -62,8 +62,7 @@ class WindowAttention(Mixer):
         return mixed, tile, cache
 
     def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
-        shape = self.shape
-        interpret = shape.attention_kernel == "interpreted"
+        shape, kernel = self.shape, KERNELS[self.shape.attention_kernel]
         w, k = shape.window_length, shape.head_size
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
         if self.heads.position.changes_keys:
@@ -71,19 +70,18 @@ class WindowAttention(Mixer):
                 f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is "
                 f"none, t5, alibi or another bias, because the others change keys: {instead}"
             )
-        if not interpret and (not compiles_tpu_kernels() or w % ROWS or k % ROWS):
+        if not kernel.runs(w, k):
             raise UserError(
-                f"DecoderConfig.attention_kernel='tpu' needs a TPU, and a window and heads of multiples of {ROWS}, not "
-                f"{platform()}, window_length={w} and head_size={k}: {instead}"
+                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs {kernel.needs}, not {platform()}, "
+                f"window_length={w} and head_size={k}: {instead}"
             )
-        mixed = attend_window_in_kernel(
+        mixed = kernel.attend(
             tile.projected,
             self.heads.scale,
             tile.bias,
             tile.positions > 0,
             multiplier,
             mask_previous=shape.mask_empty_cache,
-            interpret=interpret,
         )
         return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=shape.num_heads, w=w)
 

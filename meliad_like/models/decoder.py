@@ -53,10 +53,10 @@ class DecoderConfig(ModelConfig):
     not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
     layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
     """The kinds of layers in which things happen in another order than in the standard layer."""
-    attention_kernel: Literal["auto", "none", "tpu", "interpreted"] = resumable("auto")
+    attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernel that computes a segment's attention to the window without its scores in memory
-    (`layers/attention_kernel.py`): none, one compiled for TPUs, or the same interpreted, for tests. `auto`: the one for
-    TPUs on a TPU where it passes a check (`mixers/kernel_check.py`), otherwise none."""
+    (`layers/kernels.py`): none, one compiled for TPUs or for NVIDIA GPUs, or the first interpreted, for tests. `auto`:
+    that of the platform where it passes a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     feedforward_bias: bool = False

@@ -1,0 +1,227 @@
+"""Checks and times the attention kernel for GPUs, at the paper's sizes, with several tilings.
+
+    python benchmarks/gpu_kernel.py
+
+It needs one GPU and about a minute and a half. Without a GPU, but with JAX's CUDA plugin, it compiles the kernel for
+the GPU of a target config of XLA (xla/backends/gpu/target_config/specs), and says how much memory it takes and moves:
+
+    python benchmarks/gpu_kernel.py --target_config=h100_sxm.txtpb
+"""
+
+import concurrent.futures
+import functools
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from einops import rearrange
+from jax.experimental import topologies
+
+from meliad_like.layers.attention import attend_window, unit
+from meliad_like.layers.attention_kernel import Projected
+from meliad_like.layers.attention_kernel_gpu import Options, Tiling, attend_window_in_kernel
+from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.mesh import MeshConfig, make_mesh, replicated
+
+LANES = flags.DEFINE_integer("lanes", 4, "Lanes.")
+BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of a segment.")
+WINDOW = flags.DEFINE_integer("window", 512, "Window length.")
+HEADS = flags.DEFINE_integer("heads", 8, "Heads.")
+HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Head size.")
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of the timed activations.")
+DROPOUT = flags.DEFINE_bool("dropout", False, "Whether the timed programs have dropout.")
+CHECK = flags.DEFINE_bool("check", True, "Whether the check at the start of a program runs, too.")
+REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of a program in a row, of which the mean time is taken.")
+TARGET = flags.DEFINE_string("target_config", None, "Text of a GpuTargetConfigProto: compile for this GPU alone.")
+
+DEFAULT = Options()
+TILINGS = {
+    "forward": [
+        *(DEFAULT.forward, Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3)),
+        *(Tiling(128, 128, 8, 2), Tiling(128, 32, 4, 3), Tiling(64, 32, 4, 3)),
+    ],
+    "of_queries": [
+        *(DEFAULT.of_queries, Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 8, 3)),
+        *(Tiling(128, 128, 8, 2), Tiling(32, 32, 4, 2)),
+    ],
+    "of_keys": [
+        *(DEFAULT.of_keys, Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 3)),
+        *(Tiling(64, 128, 8, 2), Tiling(32, 128, 8, 2), Tiling(32, 64, 4, 3)),
+    ],
+}
+"""The tilings of each of the three kernels. The first is the default."""
+
+
+def default_attention(projected, scale, bias, valid, multiplier):
+    h, w = bias.shape
+    heads = [rearrange(x, "b (c w) (h k) -> b c h w k", h=h, w=w) for x in projected]
+    query, key, value, before_key, before_value = heads
+    query, key = (unit(query).astype(jnp.float32) * scale[:, None, None]).astype(query.dtype), unit(key)
+    previous_key = jnp.concatenate([before_key, key[:, :-1]], axis=1)
+    previous_value = jnp.concatenate([before_value, value[:, :-1]], axis=1)
+    mixed = attend_window(query, key, value, previous_key, previous_value, bias, valid, multiplier)
+    return rearrange(mixed, "b c h w k -> b (c w) (h k)")
+
+
+def forward(attend, arguments, others, cotangent):
+    return attend(*arguments, *others)
+
+
+def with_query_gradients(attend, arguments, others, cotangent):
+    """The results, and the gradients of what one kernel computes: queries, scale and bias."""
+    mixed, (gradients, *of_others) = with_gradients(attend, arguments, others, cotangent)
+    return mixed, gradients.query, of_others
+
+
+def with_gradients(attend, arguments, others, cotangent):
+    mixed, pull_back = jax.vjp(lambda *arguments: attend(*arguments, *others), *arguments)
+    gradients, *of_others = pull_back(cotangent)
+    # Those of the block before are not asked for, as in training.
+    return mixed, (gradients._replace(before_key=None, before_value=None), *of_others)
+
+
+PARTS = {"forward": forward, "of_queries": with_query_gradients, "of_keys": with_gradients}
+
+
+def programs():
+    """The functions to compile by what they compute and with what; of the same part, all have the same results."""
+    for part, function in PARTS.items():
+        yield (part, "default"), functools.partial(function, default_attention)
+        for tiling in TILINGS[part]:
+            kernel = functools.partial(attend_window_in_kernel, options=DEFAULT._replace(**{part: tiling}))
+            yield (part, str(tiling)), functools.partial(function, kernel)
+
+
+def inputs():
+    b, n, w, h, inner = LANES.value, BLOCKS.value * WINDOW.value, WINDOW.value, HEADS.value, HEAD_SIZE.value
+    inner, keys = h * inner, iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape, dtype=DTYPE.value):
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    projected = Projected(*(normal(b, length, inner) for length in (n, n, n, w, w)))
+    projected = projected._replace(before_key=unit(projected.before_key.reshape(b, w, h, -1)).reshape(b, w, inner))
+    arguments = projected, 4 + normal(h, dtype="float32"), normal(h, w, dtype="float32")
+    multiplier = dropout_multiplier(next(keys), 0.1, (h, w, w)) if DROPOUT.value else None
+    return arguments, (jax.random.bernoulli(next(keys), 0.9, (b, BLOCKS.value)), multiplier), normal(b, n, inner)
+
+
+def compiled(function, arguments):
+    """A compiled program, or the error in a line."""
+    try:
+        return jax.jit(function).lower(*arguments).compile()
+    except Exception as error:  # whatever a compiler raises
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def milliseconds(program, arguments) -> float:
+    jax.block_until_ready(program(*arguments))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(REPEATS.value):
+            result = program(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begin) / REPEATS.value)
+    return 1e3 * float(np.median(times))
+
+
+def largest_difference(actual, expected) -> float:
+    """The largest of the arrays' differences, each as a share of the array's norm."""
+    pairs = [[np.asarray(x, np.float32) for x in pair] for pair in zip(*map(jax.tree.leaves, (actual, expected)))]
+    return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
+
+
+def time_programs() -> None:
+    begin, arguments = time.perf_counter(), inputs()
+    functions = dict(programs())
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        ready = dict(zip(functions, pool.map(functools.partial(compiled, arguments=arguments), functions.values())))
+    print(f"{len(functions)} programs compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    expected = {}
+    for (part, name), program in ready.items():
+        if isinstance(program, str):
+            print(f"{part:12} {name:50} {program}", flush=True)
+            continue
+        try:
+            result = program(*arguments)
+            expected.setdefault(part, result)
+            figures = f"{milliseconds(program, arguments):8.3f} ms  {temporaries(program):6.3f} GB of temporaries"
+            print(f"{part:12} {name:50} {figures}  {largest_difference(result, expected[part]):.1e}", flush=True)
+        except Exception as error:  # whatever a device raises
+            print(f"{part:12} {name:50} {' '.join(str(error).split())[:200]}", flush=True)
+
+
+def check(dtype: str) -> None:
+    """The check at the start of a program, with and without dropout."""
+    from meliad_like.mixers.kernel_check import kernel_that_works
+    from meliad_like.models.decoder import DecoderConfig
+
+    sizes = {"num_heads": HEADS.value, "head_size": HEAD_SIZE.value, "window_length": WINDOW.value}
+    config = DecoderConfig(num_layers=1, model_width=1024, dropout_rate=0.1, **sizes)
+    begin = time.perf_counter()
+    kernel = kernel_that_works(config.shape, dtype)
+    print(f"check in {dtype}: {kernel}, {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def temporaries(program) -> float:
+    return program.memory_analysis().temp_size_in_bytes / 1e9
+
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+
+
+def bytes_moved(text: str) -> dict[str, int]:
+    """The bytes of operands and results of each instruction of a compiled program, but not of what loops repeat."""
+    sizes, moved = {}, {}
+    for line in re.split(r"\n(?=ENTRY)", text)[1].splitlines()[1:]:
+        parts = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)", line)
+        if parts is None:
+            continue
+        name, shapes, kind, operands = parts.groups()
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        sizes[name] = sum(BYTES.get(d, 0) * int(np.prod([int(x) for x in s.split(",") if x])) for d, s in arrays)
+        if kind not in FREE:
+            moved[name] = sizes[name] + sum(sizes.get(x, 0) for x in re.findall(r"%([\w.-]+)", operands))
+    return moved
+
+
+def compile_for(target: str) -> None:
+    """Compiles for a GPU that is not there."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    # Pallas asks the mesh for the GPU's kind.
+    mesh = make_mesh(MeshConfig(), topology.devices)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), jax.eval_shape(inputs)
+    )
+    jax.set_mesh(mesh)
+    for (part, name), function in programs():
+        program = compiled(function, arguments)
+        if isinstance(program, str):
+            print(f"{part:12} {name:50} {program}", flush=True)
+            continue
+        moved = bytes_moved(program.as_text())
+        figures = f"{temporaries(program):6.3f} GB of temporaries, {sum(moved.values()) / 1e9:6.3f} GB moved"
+        print(f"{part:12} {name:50} {figures}", flush=True)
+
+
+def main(_) -> None:
+    if TARGET.value:
+        compile_for(Path(TARGET.value).read_text())
+        return
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, {LANES.value} lanes, {DTYPE.value}", flush=True)
+    if CHECK.value:
+        check("bfloat16")
+    time_programs()
+    if CHECK.value:
+        check("float32")
+
+
+if __name__ == "__main__":
+    app.run(main)

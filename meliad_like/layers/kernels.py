@@ -1,0 +1,55 @@
+"""The kernels that compute a segment's attention to the window, by the names that a config gives them."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from meliad_like.layers import attention_kernel, attention_kernel_gpu
+from meliad_like.layers.attention_kernel_gpu import HEAD_SIZES, SMALLEST_TILE
+from meliad_like.layers.backend import platform
+
+ROWS = attention_kernel.ROWS
+
+
+class Kernel(NamedTuple):
+    """A kernel, and where it runs."""
+
+    attend: Callable[..., Array]
+    """The arguments are those of `attention_kernel.attend_window_in_kernel`."""
+    platform: str | None
+    """None: any platform."""
+    fits: Callable[[int, int], bool]
+    """Whether it can be compiled for a window length and a head size."""
+    needs: str
+    """Platform and sizes, for a message."""
+
+    def runs(self, window_length: int, head_size: int) -> bool:
+        """Whether the traced program's platform and these sizes allow it."""
+        return self.platform in (None, platform()) and self.fits(window_length, head_size)
+
+
+KERNELS = {
+    "tpu": Kernel(
+        attention_kernel.attend_window_in_kernel,
+        "tpu",
+        lambda w, k: w % ROWS == 0 and k % ROWS == 0,
+        f"a TPU, and a window and heads of multiples of {ROWS}",
+    ),
+    "gpu": Kernel(
+        attention_kernel_gpu.attend_window_in_kernel,
+        "gpu",
+        lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
+        f"a GPU, a window that is a multiple of {SMALLEST_TILE}, and heads of one of the sizes {HEAD_SIZES}",
+    ),
+    "interpreted": Kernel(
+        functools.partial(attention_kernel.attend_window_in_kernel, interpret=True), None, lambda w, k: True, ""
+    ),
+}
+
+
+def kernel_of_platform(window_length: int, head_size: int) -> str:
+    """The name of the kernel for the platform and these sizes; `none` if there is none."""
+    names = (name for name, kernel in KERNELS.items() if kernel.platform and kernel.runs(window_length, head_size))
+    return next(names, "none")
