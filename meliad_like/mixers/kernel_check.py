@@ -11,6 +11,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from meliad_like.layers.attention import unit
+from meliad_like.layers.backend import platform
 from meliad_like.layers.kernels import kernel_of_platform
 from meliad_like.mixers.base import At, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
@@ -87,7 +88,8 @@ def _results(shape: Shape, kernel: str, rounded_to: str, dtype: str, with_dropou
     cotangent = rounded(normal(b, c * w, shape.inner_width))
     read, dropout_key = jnp.asarray(BLOCKS_READ) * w, next(keys) if with_dropout else None
 
-    @jax.jit
+    # The time of products doesn't matter here, and a GPU's compiler takes longest to try their algorithms.
+    @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if platform() == "gpu" else None)
     def run(inputs, cotangent):
         def attend(inputs):
             cache = TokenCache(inputs["cached keys"], inputs["cached values"], read[:, 0])
