@@ -12,6 +12,7 @@ import concurrent.futures
 import functools
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from jax.experimental import topologies
 
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu import Options, Tiling, attend_window_in_kernel
+from meliad_like.layers.attention_kernel_gpu import DEFAULT, Tiling, attend_window_in_kernel
 from meliad_like.layers.basic import dropout_multiplier
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 
@@ -38,22 +39,27 @@ CHECK = flags.DEFINE_bool("check", True, "Whether the check at the start of a pr
 REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of a program in a row, of which the mean time is taken.")
 TARGET = flags.DEFINE_string("target_config", None, "Text of a GpuTargetConfigProto: compile for this GPU alone.")
 
-DEFAULT = Options()
+APART = True
 TILINGS = {
     "forward": [
-        *(DEFAULT.forward, Tiling(128, 64, 4, 2), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3)),
-        *(Tiling(128, 128, 8, 2), Tiling(128, 32, 4, 3), Tiling(64, 32, 4, 3)),
+        *(Tiling(128, 64, 8, 2, APART), Tiling(128, 64, 4, 2, APART), Tiling(64, 64, 4, 2, APART)),
+        *(Tiling(64, 64, 4, 3, APART), Tiling(128, 64, 8, 3, APART), Tiling(128, 128, 8, 2, APART)),
+        *(Tiling(64, 128, 4, 2, APART), Tiling(64, 32, 4, 3, APART), Tiling(128, 64, 8, 1), Tiling(64, 64, 4, 1)),
+        *(Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2)),
     ],
     "of_queries": [
-        *(DEFAULT.of_queries, Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 8, 3)),
-        *(Tiling(128, 128, 8, 2), Tiling(32, 32, 4, 2)),
+        *(Tiling(64, 64, 4, 2, APART), Tiling(64, 64, 8, 2, APART), Tiling(64, 64, 8, 3, APART)),
+        *(Tiling(32, 32, 4, 2, APART), Tiling(32, 32, 4, 3, APART), Tiling(64, 64, 4, 1), Tiling(64, 64, 8, 1)),
+        *(Tiling(128, 128, 8, 1), Tiling(64, 64, 4, 2)),
     ],
     "of_keys": [
-        *(DEFAULT.of_keys, Tiling(64, 64, 8, 2), Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 3)),
-        *(Tiling(64, 128, 8, 2), Tiling(32, 128, 8, 2), Tiling(32, 64, 4, 3)),
+        *(Tiling(64, 64, 4, 2, APART), Tiling(64, 64, 8, 2, APART), Tiling(64, 64, 8, 3, APART)),
+        *(Tiling(64, 128, 8, 2, APART), Tiling(128, 64, 8, 2, APART), Tiling(32, 128, 8, 2, APART)),
+        *(Tiling(32, 64, 4, 3, APART), Tiling(64, 64, 4, 1), Tiling(64, 64, 8, 1), Tiling(64, 128, 8, 1)),
+        *(Tiling(64, 64, 4, 2),),
     ],
 }
-"""The tilings of each of the three kernels. The first is the default."""
+"""The tilings of each of the three kernels."""
 
 
 def default_attention(projected, scale, bias, valid, multiplier):
@@ -96,7 +102,7 @@ def programs():
             yield (part, str(tiling)), functools.partial(function, kernel)
 
 
-def inputs():
+def inputs(dropout: bool):
     b, n, w, h, inner = LANES.value, BLOCKS.value * WINDOW.value, WINDOW.value, HEADS.value, HEAD_SIZE.value
     inner, keys = h * inner, iter(jax.random.split(jax.random.key(0), 9))
 
@@ -106,7 +112,7 @@ def inputs():
     projected = Projected(*(normal(b, length, inner) for length in (n, n, n, w, w)))
     projected = projected._replace(before_key=unit(projected.before_key.reshape(b, w, h, -1)).reshape(b, w, inner))
     arguments = projected, 4 + normal(h, dtype="float32"), normal(h, w, dtype="float32")
-    multiplier = dropout_multiplier(next(keys), 0.1, (h, w, w)) if DROPOUT.value else None
+    multiplier = dropout_multiplier(next(keys), 0.1, (h, w, w)) if dropout else None
     return arguments, (jax.random.bernoulli(next(keys), 0.9, (b, BLOCKS.value)), multiplier), normal(b, n, inner)
 
 
@@ -136,24 +142,44 @@ def largest_difference(actual, expected) -> float:
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
 
 
-def time_programs() -> None:
-    begin, arguments = time.perf_counter(), inputs()
-    functions = dict(programs())
+def time_programs(functions: dict[tuple[str, str], Callable], dropout: bool) -> dict[tuple[str, str], float]:
+    """The milliseconds of each program that runs, by part and name; the first of a part has the expected results."""
+    begin, arguments = time.perf_counter(), inputs(dropout)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        ready = dict(zip(functions, pool.map(functools.partial(compiled, arguments=arguments), functions.values())))
-    print(f"{len(functions)} programs compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    expected = {}
-    for (part, name), program in ready.items():
-        if isinstance(program, str):
-            print(f"{part:12} {name:50} {program}", flush=True)
-            continue
+        programs = list(pool.map(functools.partial(compiled, arguments=arguments), functions.values()))
+    print(f"dropout {dropout}: {len(functions)} compilations, {time.perf_counter() - begin:.0f} s", flush=True)
+    expected, times = {}, {}
+    for (part, name), program in zip(functions, programs):
         try:
+            if isinstance(program, str):
+                raise RuntimeError(program)
             result = program(*arguments)
             expected.setdefault(part, result)
-            figures = f"{milliseconds(program, arguments):8.3f} ms  {temporaries(program):6.3f} GB of temporaries"
-            print(f"{part:12} {name:50} {figures}  {largest_difference(result, expected[part]):.1e}", flush=True)
+            times[part, name] = milliseconds(program, arguments)
+            figures = f"{times[part, name]:8.3f} ms  {temporaries(program):6.3f} GB of temporaries"
+            print(f"{part:12} {name:62} {figures}  {largest_difference(result, expected[part]):.1e}", flush=True)
         except Exception as error:  # whatever a device raises
-            print(f"{part:12} {name:50} {' '.join(str(error).split())[:200]}", flush=True)
+            print(f"{part:12} {name:62} {' '.join(str(error).split())[:200]}", flush=True)
+    return times
+
+
+def time_tilings() -> None:
+    """Times each kernel with all tilings, and then all kernels with their best ones."""
+    times = time_programs(dict(programs()), DROPOUT.value)
+    fastest = DEFAULT
+    for part, tilings in TILINGS.items():
+        timed = [tiling for tiling in tilings if (part, str(tiling)) in times]
+        if timed:
+            fastest = fastest._replace(**{part: min(timed, key=lambda tiling: times[part, str(tiling)])})
+    print(f"the fastest: {fastest}", flush=True)
+    kernel = functools.partial(attend_window_in_kernel, options=fastest)
+    for dropout in (False, True):
+        attends = {"default": default_attention, "fastest": kernel}
+        parts = ("forward", "of_keys")
+        functions = {
+            (part, name): functools.partial(PARTS[part], attend) for part in parts for name, attend in attends.items()
+        }
+        time_programs(functions, dropout)
 
 
 def check(dtype: str) -> None:
@@ -197,17 +223,18 @@ def compile_for(target: str) -> None:
     # Pallas asks the mesh for the GPU's kind.
     mesh = make_mesh(MeshConfig(), topology.devices)
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), jax.eval_shape(inputs)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
+        jax.eval_shape(lambda: inputs(DROPOUT.value)),
     )
     jax.set_mesh(mesh)
     for (part, name), function in programs():
         program = compiled(function, arguments)
         if isinstance(program, str):
-            print(f"{part:12} {name:50} {program}", flush=True)
+            print(f"{part:12} {name:62} {program}", flush=True)
             continue
         moved = bytes_moved(program.as_text())
         figures = f"{temporaries(program):6.3f} GB of temporaries, {sum(moved.values()) / 1e9:6.3f} GB moved"
-        print(f"{part:12} {name:50} {figures}", flush=True)
+        print(f"{part:12} {name:62} {figures}", flush=True)
 
 
 def main(_) -> None:
@@ -218,7 +245,7 @@ def main(_) -> None:
     print(f"{device.device_kind}, jax {jax.__version__}, {LANES.value} lanes, {DTYPE.value}", flush=True)
     if CHECK.value:
         check("bfloat16")
-    time_programs()
+    time_tilings()
     if CHECK.value:
         check("float32")
 

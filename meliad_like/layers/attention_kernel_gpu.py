@@ -43,6 +43,9 @@ class Tiling(NamedTuple):
     keys: int = 64
     warps: int = 4
     stages: int = 2
+    apart: bool = False
+    """Whether bias and multiplier are read in a branch of their own, so that Triton does not copy them to shared memory
+    number by number, a stage ahead."""
 
     def within(self, tile: int) -> "Tiling":
         """The same with tiles of at most this size."""
@@ -262,11 +265,11 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
 
     def add(sums, tile: _Tile):
         mixed, highest, total = sums
-        scores = _scores(shared, (query, row), tile[:2], tile.distance, largest)
+        scores = _scores((query, row), tile[:2], tile.bias, largest)
         next_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights = jnp.exp(scores - next_highest[:, None]).astype(dtype).astype(jnp.float32)
         correction = jnp.exp(highest - next_highest)
-        mixed = mixed * correction[:, None] + matrix_product(tile.dropped(weights).astype(dtype), tile.value)
+        mixed = mixed * correction[:, None] + matrix_product((weights * tile.multiplier).astype(dtype), tile.value)
         return mixed, next_highest, total * correction + jnp.sum(weights, axis=1)
 
     none = jnp.zeros(row.shape, jnp.float32)
@@ -290,9 +293,9 @@ def query_gradient_kernel(
     inner_products[...] = inner
 
     def add(of_unit, tile: _Tile):
-        scores = _scores(shared, (query, row * scale), tile[:2], tile.distance, largest)
+        scores = _scores((query, row * scale), tile[:2], tile.bias, largest)
         weights = jnp.exp(scores - log_total)
-        products = tile.dropped(matrix_product(cotangent, tile.value, (1, 1)))
+        products = matrix_product(cotangent, tile.value, (1, 1)) * tile.multiplier
         gradient = weights * (products - inner[:, None])
         of_bias[tile.index] = _diagonals(gradient)
         return of_unit + matrix_product((gradient * tile.factor[None]).astype(dtype), tile.key)
@@ -327,12 +330,10 @@ def key_gradient_kernel(
         begin = index * tiling.queries
         rows = pl.ds(begin, tiling.queries)
         query, cotangent, row = queries.query[rows, :], saved.cotangent[rows, :], queries.factor[rows] * scale
-        distance = offsets + (begin - first)
-        scores = _scores(shared, (key, column), (query, row), distance, queries.largest[rows][None])
-        weights, factors = jnp.exp(scores - saved.log_total[rows][None]), 1
+        bias, factors = _by_element(tiling, shared, offsets, begin, first, transposed=True)
+        scores = _scores((key, column), (query, row), bias, queries.largest[rows][None])
+        weights = jnp.exp(scores - saved.log_total[rows][None])
         products = matrix_product(value, cotangent, (1, 1))
-        if shared.multiplier is not None:
-            factors = _multiplier(shared, begin, first, tiling.queries, len(key)).T
         gradient = weights * (products * factors - saved.inner[rows][None])
         of_unit += matrix_product((gradient * row[None]).astype(dtype), query)
         return of_unit, of_value + matrix_product((weights * factors).astype(dtype), cotangent)
@@ -352,14 +353,11 @@ class _Tile(NamedTuple):
     key: Array
     factor: Array
     value: Array
-    distance: Array
-    """[queries, keys]"""
-    multiplier: Array | None
+    bias: Array
+    """[queries, keys], also the mask."""
+    multiplier: Array | float
     index: Array
     """The number of tiles from the first one that the band has here."""
-
-    def dropped(self, x):
-        return x if self.multiplier is None else x * self.multiplier
 
 
 def _over_keys(options: Options, tiling: Tiling, shared: Shared, keys: Keys, before: Keys, add, sums, skip=None):
@@ -383,11 +381,9 @@ def _over_keys(options: Options, tiling: Tiling, shared: Shared, keys: Keys, bef
             if not options.mask_previous:
                 is_seen = is_visible | (place >= block * w)
                 factor, value = jnp.where(is_seen, factor, 0), jnp.where(is_seen, value, jnp.zeros_like(value))
-            multiplier = None
-            if shared.multiplier is not None:
-                multiplier = _multiplier(shared, first, place, tiling.queries, tiling.keys)
-            distance, tile = offsets + (first - place), jax.lax.div(place + w - first, tiling.keys)
-            return add(sums, _Tile(source.key[rows, :], factor, value, distance, multiplier, tile))
+            bias, multiplier = _by_element(tiling, shared, offsets, first, place)
+            tile = jax.lax.div(place + w - first, tiling.keys)
+            return add(sums, _Tile(source.key[rows, :], factor, value, bias, multiplier, tile))
 
         lower = jax.lax.div(jnp.maximum(begin - start, 0), tiling.keys)
         upper = jax.lax.div(first - start + tiling.queries + tiling.keys - 2, tiling.keys)
@@ -401,16 +397,31 @@ def _distances(queries: int, keys: int) -> Array:
     return row - column
 
 
-def _multiplier(shared: Shared, query, key, queries: int, keys: int) -> Array:
-    """The multiplier's tile that begins at two places."""
-    w = len(shared.multiplier)
-    return shared.multiplier[pl.ds(jax.lax.rem(query, w), queries), pl.ds(jax.lax.rem(key + w, w), keys)]
+def _by_element(tiling: Tiling, shared: Shared, offsets, query, key, transposed: bool = False) -> tuple[Array, Any]:
+    """The bias and the multiplier of the tile that begins at this query and this key; 1 without dropout."""
+    w = len(shared.bias) // 5
+
+    def read():
+        arrays = [shared.bias[offsets + (query - key + 2 * w - 1)]]
+        if shared.multiplier is not None:
+            rows, columns = jax.lax.rem(query, w), jax.lax.rem(key + w, w)
+            multiplier = shared.multiplier[pl.ds(rows, tiling.queries), pl.ds(columns, tiling.keys)]
+            arrays.append(multiplier.T if transposed else multiplier)
+        return arrays
+
+    if tiling.apart:
+        none = [jnp.zeros(offsets.shape, jnp.float32)] * (1 + (shared.multiplier is not None))
+        # Always true, which the compiler doesn't know.
+        bias, *multiplier = jax.lax.cond(shared.valid[0] >= 0, read, lambda: none)
+    else:
+        bias, *multiplier = read()
+    return bias, multiplier[0] if multiplier else 1.0
 
 
-def _scores(shared: Shared, left: tuple, right: tuple, distance, largest) -> Array:
+def _scores(left: tuple, right: tuple, bias, largest) -> Array:
     """The scores of vectors and their factors with others, with bias and mask."""
     products = matrix_product(left[0], right[0], (1, 1)) * left[1][:, None] * right[1][None]
-    return products + (shared.bias[distance + (2 * (shared.bias.shape[0] // 5) - 1)] - largest)
+    return products + (bias - largest)
 
 
 def _squares(tile: int) -> tuple[int, int]:
