@@ -55,8 +55,8 @@ class Tiling(NamedTuple):
 class Options(NamedTuple):
     """What is known when the kernels are compiled."""
 
-    forward: Tiling = Tiling(128, 64, 8, 2)
-    of_queries: Tiling = Tiling(64, 64, 4, 2)
+    forward: Tiling = Tiling(64, 64, 4, 2)
+    of_queries: Tiling = Tiling(64, 64, 4, 1)
     """The gradients of queries and bias; its tiles are squares."""
     of_keys: Tiling = Tiling(64, 64, 4, 2)
     """The gradients of keys and values."""
