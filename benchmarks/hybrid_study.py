@@ -43,10 +43,6 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def binding(kind: str) -> str:
-    return f"FolderSourceConfig.folder = '{FOLDER.value}/{kind}'"
-
-
 def make_documents() -> None:
     code, books = Path(FOLDER.value, "code"), Path(FOLDER.value, "books")
     for reference in open_source(config.parse(["task/standard_library.gin"], []).source).references():
@@ -63,7 +59,7 @@ def make_documents() -> None:
     for file in Path(BOOKS.value, "validation").rglob("*.txt"):
         write(books / "validation" / file.name, file.read_bytes())
     for kind in KINDS:
-        run = config.parse(["task/books.gin"], [binding(kind)])
+        run = config.parse(["task/books.gin"], [f"FolderSourceConfig.folder = '{FOLDER.value}/{kind}'"])
         prepare(run.source, run.vocabulary, f"{FOLDER.value}/stores/{kind}")
 
 
@@ -77,7 +73,8 @@ def make_runs() -> None:
 def command(kind: str, row: str, steps: int, seed: str) -> list[str]:
     table = [sys.executable, "-m", "meliad_like.experiments", "mixers", "--task=task/books.gin", f"--row={row}"]
     folders = [f"--store={FOLDER.value}/stores/{kind}", f"--folder={FOLDER.value}/runs/{kind}"]
-    params = (binding(kind), f"TrainingConfig.num_steps = {steps}", "TrainingConfig.log_every = 100")
+    # The stores alone, so that they can be copied to another machine.
+    params = ("FolderSourceConfig.folder = ''", f"TrainingConfig.num_steps = {steps}", "TrainingConfig.log_every = 100")
     return [*table, *folders, "--jobs=1", f"--seeds={seed}", *(f"--gin_param={param}" for param in params)]
 
 
