@@ -104,7 +104,7 @@ def programs():
 
 def inputs(dropout: bool):
     b, n, w, h, inner = LANES.value, BLOCKS.value * WINDOW.value, WINDOW.value, HEADS.value, HEAD_SIZE.value
-    inner, keys = h * inner, iter(jax.random.split(jax.random.key(0), 9))
+    inner, keys = h * inner, iter(jax.random.split(jax.random.key(0), 16))
 
     def normal(*shape, dtype=DTYPE.value):
         return jax.random.normal(next(keys), shape).astype(dtype)

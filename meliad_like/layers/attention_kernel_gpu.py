@@ -269,7 +269,9 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
         next_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights = jnp.exp(scores - next_highest[:, None]).astype(dtype).astype(jnp.float32)
         correction = jnp.exp(highest - next_highest)
-        mixed = mixed * correction[:, None] + matrix_product((weights * tile.multiplier).astype(dtype), tile.value)
+        mixed = mixed * correction[:, None] + matrix_product(
+            _product(weights, tile.multiplier).astype(dtype), tile.value
+        )
         return mixed, next_highest, total * correction + jnp.sum(weights, axis=1)
 
     none = jnp.zeros(row.shape, jnp.float32)
@@ -295,7 +297,7 @@ def query_gradient_kernel(
     def add(of_unit, tile: _Tile):
         scores = _scores((query, row * scale), tile[:2], tile.bias, largest)
         weights = jnp.exp(scores - log_total)
-        products = matrix_product(cotangent, tile.value, (1, 1)) * tile.multiplier
+        products = _product(matrix_product(cotangent, tile.value, (1, 1)), tile.multiplier)
         gradient = weights * (products - inner[:, None])
         of_bias[tile.index] = _diagonals(gradient)
         return of_unit + matrix_product((gradient * tile.factor[None]).astype(dtype), tile.key)
@@ -330,13 +332,13 @@ def key_gradient_kernel(
         begin = index * tiling.queries
         rows = pl.ds(begin, tiling.queries)
         query, cotangent, row = queries.query[rows, :], saved.cotangent[rows, :], queries.factor[rows] * scale
-        bias, factors = _by_element(tiling, shared, offsets, begin, first, transposed=True)
+        bias, multiplier = _by_element(tiling, shared, offsets, begin, first, transposed=True)
         scores = _scores((key, column), (query, row), bias, queries.largest[rows][None])
         weights = jnp.exp(scores - saved.log_total[rows][None])
-        products = matrix_product(value, cotangent, (1, 1))
-        gradient = weights * (products * factors - saved.inner[rows][None])
+        products = _product(matrix_product(value, cotangent, (1, 1)), multiplier)
+        gradient = weights * (products - saved.inner[rows][None])
         of_unit += matrix_product((gradient * row[None]).astype(dtype), query)
-        return of_unit, of_value + matrix_product((weights * factors).astype(dtype), cotangent)
+        return of_unit, of_value + matrix_product(_product(weights, multiplier).astype(dtype), cotangent)
 
     none = jnp.zeros(key.shape, jnp.float32)
     last = jax.lax.div(end + tiling.queries - 1, tiling.queries)
@@ -355,7 +357,7 @@ class _Tile(NamedTuple):
     value: Array
     bias: Array
     """[queries, keys], also the mask."""
-    multiplier: Array | float
+    multiplier: Array | None
     index: Array
     """The number of tiles from the first one that the band has here."""
 
@@ -397,8 +399,10 @@ def _distances(queries: int, keys: int) -> Array:
     return row - column
 
 
-def _by_element(tiling: Tiling, shared: Shared, offsets, query, key, transposed: bool = False) -> tuple[Array, Any]:
-    """The bias and the multiplier of the tile that begins at this query and this key; 1 without dropout."""
+def _by_element(
+    tiling: Tiling, shared: Shared, offsets, query, key, transposed: bool = False
+) -> tuple[Array, Array | None]:
+    """The bias and the multiplier of the tile that begins at this query and this key; None without dropout."""
     w = len(shared.bias) // 5
 
     def read():
@@ -415,7 +419,11 @@ def _by_element(tiling: Tiling, shared: Shared, offsets, query, key, transposed:
         bias, *multiplier = jax.lax.cond(shared.valid[0] >= 0, read, lambda: none)
     else:
         bias, *multiplier = read()
-    return bias, multiplier[0] if multiplier else 1.0
+    return bias, multiplier[0] if multiplier else None
+
+
+def _product(x: Array, multiplier: Array | None) -> Array:
+    return x if multiplier is None else x * multiplier
 
 
 def _scores(left: tuple, right: tuple, bias, largest) -> Array:
