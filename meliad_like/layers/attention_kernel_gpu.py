@@ -41,8 +41,8 @@ class Tiling(NamedTuple):
 
     queries: int = 64
     keys: int = 64
-    warps: int = 4
-    stages: int = 2
+    warps: int = 8
+    stages: int = 1
     apart: bool = False
     """Whether bias and multiplier are read in a branch of their own, so that Triton does not copy them to shared memory
     number by number, a stage ahead."""
@@ -55,10 +55,10 @@ class Tiling(NamedTuple):
 class Options(NamedTuple):
     """What is known when the kernels are compiled."""
 
-    forward: Tiling = Tiling(128, 64, 8, 2)
-    of_queries: Tiling = Tiling(64, 64, 4, 2)
+    forward: Tiling = Tiling(128, 64)
+    of_queries: Tiling = Tiling()
     """The gradients of queries and bias; its tiles are squares."""
-    of_keys: Tiling = Tiling(64, 64, 4, 2)
+    of_keys: Tiling = Tiling()
     """The gradients of keys and values."""
     mask_previous: bool = True
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
@@ -125,7 +125,9 @@ def attend_window_in_kernel(
     """As `attention_kernel.attend_window_in_kernel`; `rows` is the largest size of a tile, a divisor of `w`."""
     w = bias.shape[1]
     if rows is None:
-        rows = next((tile for tile in (128, SMALLEST_TILE) if w % tile == 0), w)
+        # Two tiles of float32 vectors of 128 do not fit a GPU's shared memory.
+        sizes = (128, SMALLEST_TILE) if projected.query.dtype.itemsize < 4 else (SMALLEST_TILE,)
+        rows = next((size for size in sizes if w % size == 0), w)
     forward, of_queries, of_keys = (tiling.within(rows) for tiling in options[:3])
     options = Options(forward, of_queries, of_keys, mask_previous, interpret)
 
