@@ -37,15 +37,13 @@ SQUARES = 8
 
 
 class Tiling(NamedTuple):
-    """The tiles of one kernel, and how Triton compiles it."""
+    """The tiles of one kernel, and how Triton compiles it. The defaults were the fastest on an H200
+    (benchmarks/gpu_kernel.py)."""
 
     queries: int = 64
     keys: int = 64
     warps: int = 4
-    stages: int = 2
-    apart: bool = False
-    """Whether bias and multiplier are read in a branch of their own, so that Triton does not copy them to shared memory
-    number by number, a stage ahead."""
+    stages: int = 1
 
     def within(self, tile: int) -> "Tiling":
         """The same with tiles of at most this size."""
@@ -55,10 +53,10 @@ class Tiling(NamedTuple):
 class Options(NamedTuple):
     """What is known when the kernels are compiled."""
 
-    forward: Tiling = Tiling(64, 64, 4, 2)
-    of_queries: Tiling = Tiling(64, 64, 4, 1)
+    forward: Tiling = Tiling(stages=2)
+    of_queries: Tiling = Tiling()
     """The gradients of queries and bias; its tiles are squares."""
-    of_keys: Tiling = Tiling(64, 64, 4, 2)
+    of_keys: Tiling = Tiling()
     """The gradients of keys and values."""
     mask_previous: bool = True
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
@@ -125,7 +123,9 @@ def attend_window_in_kernel(
     """As `attention_kernel.attend_window_in_kernel`; `rows` is the largest size of a tile, a divisor of `w`."""
     w = bias.shape[1]
     if rows is None:
-        rows = next((tile for tile in (128, SMALLEST_TILE) if w % tile == 0), w)
+        # Two tiles of float32 vectors of 128 do not fit a GPU's shared memory.
+        sizes = (128, SMALLEST_TILE) if projected.query.dtype.itemsize < 4 else (SMALLEST_TILE,)
+        rows = next((size for size in sizes if w % size == 0), w)
     forward, of_queries, of_keys = (tiling.within(rows) for tiling in options[:3])
     options = Options(forward, of_queries, of_keys, mask_previous, interpret)
 
@@ -269,7 +269,9 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
         next_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights = jnp.exp(scores - next_highest[:, None]).astype(dtype).astype(jnp.float32)
         correction = jnp.exp(highest - next_highest)
-        mixed = mixed * correction[:, None] + matrix_product((weights * tile.multiplier).astype(dtype), tile.value)
+        mixed = mixed * correction[:, None] + matrix_product(
+            _product(weights, tile.multiplier).astype(dtype), tile.value
+        )
         return mixed, next_highest, total * correction + jnp.sum(weights, axis=1)
 
     none = jnp.zeros(row.shape, jnp.float32)
@@ -295,7 +297,7 @@ def query_gradient_kernel(
     def add(of_unit, tile: _Tile):
         scores = _scores((query, row * scale), tile[:2], tile.bias, largest)
         weights = jnp.exp(scores - log_total)
-        products = matrix_product(cotangent, tile.value, (1, 1)) * tile.multiplier
+        products = _product(matrix_product(cotangent, tile.value, (1, 1)), tile.multiplier)
         gradient = weights * (products - inner[:, None])
         of_bias[tile.index] = _diagonals(gradient)
         return of_unit + matrix_product((gradient * tile.factor[None]).astype(dtype), tile.key)
@@ -330,13 +332,13 @@ def key_gradient_kernel(
         begin = index * tiling.queries
         rows = pl.ds(begin, tiling.queries)
         query, cotangent, row = queries.query[rows, :], saved.cotangent[rows, :], queries.factor[rows] * scale
-        bias, factors = _by_element(tiling, shared, offsets, begin, first, transposed=True)
+        bias, multiplier = _by_element(tiling, shared, offsets, begin, first, transposed=True)
         scores = _scores((key, column), (query, row), bias, queries.largest[rows][None])
         weights = jnp.exp(scores - saved.log_total[rows][None])
-        products = matrix_product(value, cotangent, (1, 1))
-        gradient = weights * (products * factors - saved.inner[rows][None])
+        products = _product(matrix_product(value, cotangent, (1, 1)), multiplier)
+        gradient = weights * (products - saved.inner[rows][None])
         of_unit += matrix_product((gradient * row[None]).astype(dtype), query)
-        return of_unit, of_value + matrix_product((weights * factors).astype(dtype), cotangent)
+        return of_unit, of_value + matrix_product(_product(weights, multiplier).astype(dtype), cotangent)
 
     none = jnp.zeros(key.shape, jnp.float32)
     last = jax.lax.div(end + tiling.queries - 1, tiling.queries)
@@ -355,7 +357,7 @@ class _Tile(NamedTuple):
     value: Array
     bias: Array
     """[queries, keys], also the mask."""
-    multiplier: Array | float
+    multiplier: Array | None
     index: Array
     """The number of tiles from the first one that the band has here."""
 
@@ -397,25 +399,22 @@ def _distances(queries: int, keys: int) -> Array:
     return row - column
 
 
-def _by_element(tiling: Tiling, shared: Shared, offsets, query, key, transposed: bool = False) -> tuple[Array, Any]:
-    """The bias and the multiplier of the tile that begins at this query and this key; 1 without dropout."""
+def _by_element(
+    tiling: Tiling, shared: Shared, offsets, query, key, transposed: bool = False
+) -> tuple[Array, Array | None]:
+    """The bias and the multiplier of the tile that begins at this query and this key; None without dropout."""
     w = len(shared.bias) // 5
 
-    def read():
-        arrays = [shared.bias[offsets + (query - key + 2 * w - 1)]]
-        if shared.multiplier is not None:
-            rows, columns = jax.lax.rem(query, w), jax.lax.rem(key + w, w)
-            multiplier = shared.multiplier[pl.ds(rows, tiling.queries), pl.ds(columns, tiling.keys)]
-            arrays.append(multiplier.T if transposed else multiplier)
-        return arrays
+    bias = shared.bias[offsets + (query - key + 2 * w - 1)]
+    if shared.multiplier is None:
+        return bias, None
+    rows, columns = jax.lax.rem(query, w), jax.lax.rem(key + w, w)
+    multiplier = shared.multiplier[pl.ds(rows, tiling.queries), pl.ds(columns, tiling.keys)]
+    return bias, multiplier.T if transposed else multiplier
 
-    if tiling.apart:
-        none = [jnp.zeros(offsets.shape, jnp.float32)] * (1 + (shared.multiplier is not None))
-        # Always true, which the compiler doesn't know.
-        bias, *multiplier = jax.lax.cond(shared.valid[0] >= 0, read, lambda: none)
-    else:
-        bias, *multiplier = read()
-    return bias, multiplier[0] if multiplier else 1.0
+
+def _product(x: Array, multiplier: Array | None) -> Array:
+    return x if multiplier is None else x * multiplier
 
 
 def _scores(left: tuple, right: tuple, bias, largest) -> Array:
