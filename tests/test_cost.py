@@ -28,7 +28,8 @@ def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.C
             f"ReaderConfig.segment_length = {segment_length}",
             f"ReaderConfig.tokens_per_step = {segment_length}",
             f"TrainingConfig.loss_slice = {loss_slice}",
-            "DecoderConfig.num_layers = 2",
+            "DecoderConfig.num_layers = 1",
+            "RECURRENT_LAYERS = (-1,)",
         ],
     )
     model = Model(run.model, VOCABULARY_SIZE)
