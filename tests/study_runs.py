@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
             "RunConfig.source": "text",
             "FolderSourceConfig.folder": root / "documents",
         }
-        bindings = [f"{key} = '{value}'" for key, value in settings.items()]
+        bindings = [f"{key} = '{value}'" for key, value in settings.items()] + ["DecoderConfig.num_layers = 2"]
         run = config.parse(["size/tiny.gin", f"block_recurrent/{row}.gin"], bindings)
         vocabulary = ByteVocabulary()
         prepare(run.source, run.vocabulary, root / "store", num_workers=1)

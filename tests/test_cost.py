@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import tiny_run
 import ways
-from tiny_run import parse, train
+from tiny_run import ONE_LAYER, parse, train
 
 from meliad_like import config
 from meliad_like.data.batch import empty_batch
@@ -20,7 +20,7 @@ from meliad_like.training.step import init_state, make_train_step
 VOCABULARY_SIZE = 264
 
 
-def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.Compiled:
+def compile_step(row: str, layers: list[str], segment_length: int, loss_slice: int) -> jax.stages.Compiled:
     """The training step of one lane, from shapes alone."""
     run = config.parse(
         ["size/tiny.gin", f"block_recurrent/{row}.gin", "option/no_dropout.gin"],
@@ -28,7 +28,7 @@ def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.C
             f"ReaderConfig.segment_length = {segment_length}",
             f"ReaderConfig.tokens_per_step = {segment_length}",
             f"TrainingConfig.loss_slice = {loss_slice}",
-            "DecoderConfig.num_layers = 2",
+            *layers,
         ],
     )
     model = Model(run.model, VOCABULARY_SIZE)
@@ -39,21 +39,21 @@ def compile_step(row: str, segment_length: int, loss_slice: int) -> jax.stages.C
 
 
 def test_memory_is_linear_in_the_segment():
-    steps = [compile_step("fixed_skip", n, loss_slice=256) for n in (4096, 16384)]
+    steps = [compile_step("fixed_skip", ONE_LAYER, n, loss_slice=256) for n in (4096, 16384)]
     memory = [step.memory_analysis().temp_size_in_bytes for step in steps]
     assert memory[0] * 4 == pytest.approx(memory[1], rel=0.05)
 
 
 def test_operations_are_linear_in_the_segment():
     # XLA counts the body of a loop once: a model without recurrence, and a loss in one slice, have none.
-    steps = [compile_step("slide_12l", n, loss_slice=n) for n in (4096, 16384)]
+    steps = [compile_step("slide_12l", ["DecoderConfig.num_layers = 1"], n, loss_slice=n) for n in (4096, 16384)]
     operations = [step.cost_analysis()["flops"] for step in steps]
     assert operations[1] / operations[0] == pytest.approx(4, rel=0.02)
 
 
 def test_decoding_costs_the_same_at_every_position():
     """One program serves all positions, and nothing in it repeats as often as the data says."""
-    run = config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin"])
+    run = config.parse(tiny_run.FILES, ONE_LAYER)
     model = Model(run.model, VOCABULARY_SIZE)
     step = jax.jit(lambda params, token, carry: model.bind(params).decode_step(token, carry))
     params = jax.jit(model.init)(jax.random.key(0))

@@ -30,7 +30,8 @@ MARKS = {
 }
 # For trainings; the last --gin_param wins.
 SMALL = [
-    "DecoderConfig.num_layers = 2",
+    "DecoderConfig.num_layers = 1",
+    "RECURRENT_LAYERS = (-1,)",
     "DecoderConfig.model_width = 32",
     "DecoderConfig.num_heads = 2",
     "DecoderConfig.head_size = 16",

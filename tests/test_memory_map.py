@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from study_runs import Page, assert_safe, one_device, request
-from tiny_run import train
+from tiny_run import ONE_LAYER, train
 
 from meliad_like import config
 from meliad_like.data.memory_source import (
@@ -158,7 +158,7 @@ def parse(store, *more):
         "train_documents": SMALL.train_documents, "cell_documents": SMALL.cell_documents,
     }  # fmt: skip
     bindings = [f"MemoryTasksSource.{name} = {value!r}" for name, value in source.items()]
-    bindings += [f"ReaderConfig.store = '{store.folder}'", "DecoderConfig.num_layers = 2", *more]
+    bindings += [f"ReaderConfig.store = '{store.folder}'", *ONE_LAYER, *more]
     return config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
 
 

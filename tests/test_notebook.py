@@ -1,6 +1,7 @@
 """The notebook's cells run from the first to the last, and it is kept with outputs."""
 
 import json
+import re
 from pathlib import Path
 
 import forked
@@ -14,6 +15,9 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 def test_it_runs(path, tmp_path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     code = "\n".join("".join(cell["source"]) for cell in cells)
+    # A training of any length shows that the cells run.
+    code, replaced = re.subn("num_steps = 300", "num_steps = 6", code)
+    assert replaced == 1
     result = forked.Process(["-c", code], environment(1) | {"MPLBACKEND": "agg"}, tmp_path).finish()
     assert result.returncode == 0, result.stderr
     assert "bits per byte" in result.stdout and "--- 2 ---" in result.stdout

@@ -115,7 +115,7 @@ def test_folder_with_something_else(texts, tmp_path):
 def test_bad_document_stops_or_is_skipped(texts, tmp_path, capsys, data, message, skip, num_workers):
     (texts / "5.txt").write_bytes(data)
     with pytest.raises(UserError, match=message):
-        prepare(config(texts), BYTES, tmp_path / "store", num_workers)
+        prepare(config(texts), BYTES, tmp_path / "store", 1)
     assert not list(tmp_path.glob("store*"))
     store = prepare(config(texts, **{skip: "skip"}), BYTES, tmp_path / "store", num_workers)
     assert "5" not in store.split("train").names

@@ -12,8 +12,6 @@ from meliad_like.training.loop import parse_steps
 def test_the_steps_that_are_asked_for_are_traced(tmp_path, capsys):
     bindings = [
         *tiny_run.make_bindings(tmp_path),
-        "DecoderConfig.num_layers = 1",
-        "RecurrentStates.layers = (-1,)",
         "MeshConfig.data = 1",
         "TrainingConfig.num_steps = 6",
     ]

@@ -10,7 +10,8 @@ from tiny_run import environment
 
 # The smallest run that goes all the way: bytes of three short documents instead of the standard library.
 TINY = {
-    "DecoderConfig.num_layers": 2,
+    "DecoderConfig.num_layers": 1,
+    "RECURRENT_LAYERS": (-1,),
     "DecoderConfig.model_width": 32,
     "DecoderConfig.num_heads": 2,
     "DecoderConfig.head_size": 16,

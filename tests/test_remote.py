@@ -95,8 +95,6 @@ def bindings(tmp_path_factory):
     """The bindings of a short run on a store in the bucket, where `run` writes it."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
-        "DecoderConfig.num_layers = 1",
-        "RECURRENT_LAYERS = (-1,)",
         "TrainingConfig.num_steps = 6",
         "TrainingConfig.checkpoint_every = 2",
         "TrainingConfig.checkpoints_kept = 2",

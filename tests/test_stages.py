@@ -20,8 +20,6 @@ from meliad_like.training.step import make_train_step
 
 # Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
 STAGES = (
-    "DecoderConfig.num_layers = 1",
-    "RECURRENT_LAYERS = (-1,)",
     "StagesConfig.num_steps = (4, 3)",
     "StagesConfig.segment_length = (16, 32)",
     "StagesConfig.window_length = (8, 16)",

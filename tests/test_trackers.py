@@ -24,7 +24,6 @@ from meliad_like.training.metrics import MetricsWriter
 
 WRITTEN: list = []
 KEY = "TrainingConfig.num_steps"
-FEW = ("RunConfig.schedule = 'constant'", "MeshConfig.data = 1")
 
 
 @dataclasses.dataclass
@@ -48,7 +47,7 @@ class ListTracker(TrackerConfig):
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    return [*tiny_run.make_bindings(tmp_path_factory.mktemp("documents")), *FEW]
+    return [*tiny_run.make_bindings(tmp_path_factory.mktemp("documents")), "MeshConfig.data = 1"]
 
 
 def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tmp_path):

@@ -27,8 +27,6 @@ BAD_STEP, BAD_LANE = 4, 3
 def bindings(tmp_path_factory):
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
-        "DecoderConfig.num_layers = 1",
-        "RECURRENT_LAYERS = (-1,)",
         "TrainingConfig.num_steps = 6",
         "TrainingConfig.checkpoint_every = 3",
         "MeshConfig.data = 1",

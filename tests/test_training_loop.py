@@ -29,8 +29,6 @@ def bindings(tmp_path_factory):
     """The bindings of a run whose lanes and parameters are sharded over two devices."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
-        "DecoderConfig.num_layers = 1",
-        "RECURRENT_LAYERS = (-1,)",
         f"TrainingConfig.num_steps = {NUM_STEPS}",
         "TrainingConfig.checkpoint_every = 10",
         "MeshConfig.data = 1",

@@ -25,8 +25,6 @@ def bindings(tmp_path_factory):
     """Every axis of the mesh is larger than a process' part of it could be, but for `data`."""
     return [
         *tiny_run.make_bindings(tmp_path_factory.mktemp("documents")),
-        "DecoderConfig.num_layers = 1",
-        "RECURRENT_LAYERS = (-1,)",
         f"TrainingConfig.num_steps = {NUM_STEPS}",
         "TrainingConfig.checkpoint_every = 1",
         "TrainingConfig.checkpoints_kept = 1000",
