@@ -142,6 +142,14 @@ def test_json_lines(tmp_path, ending):
     assert found == {("test", "n0"): "c", ("train", "n0"): "a\nb", ("train", "n1"): "é" * 300_000}
 
 
+def test_json_lines_with_their_compressed_copy(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a"))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(jsonl("a")))
+    with pytest.raises(UserError, match="a.jsonl.zst is a.jsonl again: remove one of them"):
+        documents(kind="jsonl", folder=str(tmp_path))
+    assert len(documents(kind="jsonl", folder=str(tmp_path), exclude=("*.zst",))) == 1
+
+
 def test_json_lines_beside_those_named_after_splits(tmp_path):
     """Of blind.jsonl most documents would be for training."""
     for name in ("train", "blind"):

@@ -41,7 +41,7 @@ else:
 INFO_NAME = "dataset_info.json"
 ROWS_AT_ONCE = 64
 SPLIT_FIELD = "split"
-LARGEST_WINDOW = {zstd.DecompressionParameter.window_log_max: 31}
+LARGEST_WINDOW: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 """Files that were compressed with `zstd --long=31` need 2 GiB of memory."""
 
 
@@ -96,6 +96,10 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         else:
             root = self.existing_folder()
             files, passed_over = list_files(root, self.suffixes, self.exclude)
+        # `zstd FILE` keeps the file.
+        if copies := {f"{file}{suffix}" for file in files for suffix in (".gz", ".zst")} & set(files):
+            copy = root / min(copies)
+            raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
         splits = named_splits(self, root, files, splits_of_path)
         by_share = not names_assign(splits)
         contents = tuple((file, root / file) for file in files)
