@@ -128,6 +128,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
 
 
 def test_a_checkpoint_under_another_number_is_damaged(tmp_path, caplog):
+    # Copies under names without a meaning change nothing.
+    (tmp_path / "9.backup").mkdir()
     save_all(tmp_path, [9])
     shutil.copytree(tmp_path / "9", tmp_path / "12")
     with Checkpoints(tmp_path) as checkpoints:

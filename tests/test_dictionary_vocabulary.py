@@ -19,7 +19,8 @@ DICTIONARY = "the 9\nrose 4\n, 4\n@-@ 1\n"
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "dict.txt"
-    path.write_text(DICTIONARY)
+    # Some programs for Windows begin a file with a byte order mark.
+    path.write_text(f"\ufeff{DICTIONARY}", encoding="utf-8")
     return path
 
 

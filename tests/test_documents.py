@@ -1,5 +1,7 @@
+import errno
 import gzip
 import json
+import os
 from functools import partial
 
 import numpy as np
@@ -11,6 +13,7 @@ from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
     Document,
+    EmptyDocumentError,
     NotUTF8Error,
     Source,
     fill_splits,
@@ -122,25 +125,39 @@ def jsonl(*texts):
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
 def test_json_lines(tmp_path, ending):
-    plain = {"train-1": jsonl("a\nb", "é" * 300_000), "test": jsonl("c") + b"\n"}
+    # The second as programs for Windows write it.
+    plain = {
+        "train-1": jsonl("a\nb", "é" * 300_000),
+        "test": b"\xef\xbb\xbf" + jsonl("c").replace(b"\n", b"\r\n") + b"\n",
+    }
     for name, data in plain.items():
         if ending.endswith("gz"):
             data = gzip.compress(data)
-        elif ending.endswith("zst"):  # two frames, as parallel writers make them
-            data = zstd.compress(data[:10]) + zstd.compress(data[10:])
+        elif ending.endswith("zst"):  # two frames, as parallel writers make them, one by `zstd --long=31`
+            options = {zstd.CompressionParameter.window_log: 31, zstd.CompressionParameter.content_size_flag: False}
+            long = zstd.ZstdCompressor(options=options)
+            data = zstd.compress(data[:10]) + long.compress(data[10:]) + long.flush()
         (tmp_path / f"{name}.{ending}").write_bytes(data)
     found = documents(kind="jsonl", folder=str(tmp_path), name_field="id")
     assert found == {("test", "n0"): "c", ("train", "n0"): "a\nb", ("train", "n1"): "é" * 300_000}
 
 
-def test_json_lines_beside_those_named_after_splits(tmp_path):
-    """Of heldout.jsonl most documents would be for training."""
-    for name in ("train", "heldout"):
-        (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
-    with pytest.raises(UserError, match=r"named after splits .* but heldout.jsonl is not: move or rename it"):
+def test_json_lines_with_their_compressed_copy(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a"))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(jsonl("a")))
+    with pytest.raises(UserError, match="a.jsonl.zst is a.jsonl again: remove one of them"):
         documents(kind="jsonl", folder=str(tmp_path))
-    listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("heldout.jsonl:1",))
-    assert listed == {("train", "train.jsonl:1"): "a", ("validation", "heldout.jsonl:1"): "a"}
+    assert len(documents(kind="jsonl", folder=str(tmp_path), exclude=("*.zst",))) == 1
+
+
+def test_json_lines_beside_those_named_after_splits(tmp_path):
+    """Of blind.jsonl most documents would be for training."""
+    for name in ("train", "blind"):
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
+    with pytest.raises(UserError, match=r"named after splits .* but blind.jsonl is not: move or rename it"):
+        documents(kind="jsonl", folder=str(tmp_path))
+    listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("blind.jsonl:1",))
+    assert listed == {("train", "train.jsonl:1"): "a", ("validation", "blind.jsonl:1"): "a"}
 
 
 LAYOUTS = {
@@ -152,7 +169,10 @@ LAYOUTS = {
     "parquet": ("data/{}-00000-of-00001.parquet", "split={}/lang=en/0.parquet", "en/{}-0.parquet"),
     "repositories": ("{}/repository/test/test.py",),
 }  # fmt: skip
-WORDS = [("train", "validation", "test"), ("Train", "Dev", "TEST"), ("training", "val", "testing"), ("train", "eval")]
+WORDS = [
+    ("train", "validation", "test"), ("Train", "Dev", "TEST"), ("training", "val", "testing"), ("train", "eval"),
+    ("trainset", "valData", "heldout"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -226,11 +246,44 @@ def test_links(tmp_path):
     assert found == "# file: r/sub/a.txt\n3\n"
 
 
+def test_links_to_the_same_file(tmp_path):
+    write(tmp_path, docs__train__a="1", outside="2", code__r__a="3")
+    docs, code = tmp_path / "docs", tmp_path / "code"
+    (docs / "train" / "b.txt").symlink_to(tmp_path / "outside.txt")
+    assert documents(kind="text", folder=str(docs)) == {("train", "a"): "1", ("train", "b"): "2"}
+    (docs / "test").mkdir()
+    for target in (docs / "train" / "a.txt", tmp_path / "outside.txt"):
+        (docs / "test" / "c.txt").symlink_to(target)
+        with pytest.raises(UserError, match="test/c.txt.* are one file, by a link: remove the link"):
+            documents(kind="text", folder=str(docs))
+        (docs / "test" / "c.txt").unlink()
+    (code / "r" / "b.txt").symlink_to("a.txt")
+    (found,) = documents(kind="repositories", folder=str(code), suffixes=(".txt",)).values()
+    assert found == "# file: r/a.txt\n3\n"
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    def scandir(path):
+        if str(path).endswith("validation"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    write(tmp_path, train__a="1", validation__b="2")
+    read = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="validation can't be read: Permission denied; leave it out with exclude"):
+        documents(kind="text", folder=str(tmp_path))
+
+
 def test_a_link_to_nothing(tmp_path):
     write(tmp_path, a="1")
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(UserError, match="b.txt, a link can't be read: No such file or directory; remove it"):
         documents(kind="text", folder=str(tmp_path))
+    (tmp_path / "b.txt").rename(tmp_path / "validation")
+    assert (
+        "1 files were passed over (1 with a broken link)" in open_source(TextSource(folder=str(tmp_path))).passed_over
+    )
 
 
 @pytest.mark.parametrize("number", [3, 8, 35, 200])
@@ -272,9 +325,16 @@ def test_parquet(tmp_path):
 
 
 def test_parquet_with_mistakes(tmp_path):
-    parquet(tmp_path / "a.parquet", body=["x", "y"], text=["fine", None])
-    with pytest.raises(UserError, match="a.parquet:2: the field 'text' is not text but NoneType"):
-        documents(kind="parquet", folder=str(tmp_path))
+    parquet(tmp_path / "a.parquet", body=["x", "y"], text=["fine", None], split=["train", "test"], id=["a", None])
+    # It may be left out.
+    with pytest.raises(EmptyDocumentError, match="a.parquet:2 is empty"):
+        documents(kind="parquet", folder=str(tmp_path), splits_by_name=False)
+    with pytest.raises(
+        UserError, match="a.parquet:2 is of test by its field 'split', which is not read: write the rec"
+    ):
+        documents(kind="parquet", folder=str(tmp_path), text_field="body")
+    with pytest.raises(UserError, match="a.parquet:2: the field 'id' is not text but NoneType"):
+        documents(kind="parquet", folder=str(tmp_path), text_field="body", name_field="id")
     with pytest.raises(UserError, match="a.parquet:1 has no field 'words'; it has 'body', 'text'"):
         documents(kind="parquet", folder=str(tmp_path), text_field="words")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
@@ -329,6 +389,7 @@ def test_json_lines_cut_short(tmp_path, compress, ending):
         (b'{"text": 3}', "a.jsonl:2: the field 'text' is not text but int"),
         (b'{"text": " "}', "a.jsonl:2 is empty"),
         (b'{"text": "\xff"}', "a.jsonl:2 is not UTF-8"),
+        (b'{"text": "x", "split": "dev"}', "a.jsonl:2 is of validation by its field 'split'"),
         (rb'{"text": "\ud800"}', "a.jsonl:2 has an unpaired surrogate"),
     ],
 )

@@ -74,7 +74,8 @@ def test_documents_that_the_vocabulary_changes_are_counted(texts, tmp_path, caps
 
 def test_second_run_reuses(texts, tmp_path, capsys, monkeypatch):
     first = prepare(config(texts), BYTES, tmp_path / "store", 1)
-    monkeypatch.setattr(preparation, "_write", None)
+    for name in ("_write", "source_fingerprint"):
+        monkeypatch.setattr(preparation, name, None)
     second = prepare(config(texts), BYTES, tmp_path / "store", 1)
     assert second.fingerprint == first.fingerprint
     assert "reusing the token store" in capsys.readouterr().err

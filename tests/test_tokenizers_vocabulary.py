@@ -238,6 +238,7 @@ def test_all_tokens_of_a_folder(folder):
     for name, contents, message in (
         ("tokenizer_config.json", {"pad_token": "<pad>"}, "token '<pad>' has no id"),
         ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
+        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "a Qwen2Tokenizer may split texts in another"),
         ("added_tokens.json", {"<|title|>": size + 5}, f"'<.title.>' can't have the id {size + 5}"),
     ):
         write("tokenizer_config.json")

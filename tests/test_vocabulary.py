@@ -112,10 +112,10 @@ def test_token_out_of_range(token):
         ByteVocabulary().decode([65, token])
 
 
-@pytest.mark.parametrize("settings", [{}, {"user_defined_symbols": ["</s>", "self.", "t"], "eos_id": -1}])
+@pytest.mark.parametrize("settings", [{}, {"user_defined_symbols": ["</s>", "self.", "t", "e  e"], "eos_id": -1}])
 def test_the_exported_tokens_are_ours(settings):
     """BPE models whose pieces overlap, with symbols that are never merged, on documents and on their parts at random:
-    a piece that could be merged in two ways would show."""
+    a piece that could be merged in two ways would show, and that a symbol with a space is in no text."""
     model = io.BytesIO()
     keeping = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
     keeping |= {"allow_whitespace_only_pieces": True, "byte_fallback": True, "bos_id": -1, "minloglevel": 2}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from meliad_like.data.documents import (
     SOURCES,
@@ -175,8 +176,11 @@ def list_files(
     followed, except to a folder that the link is in.
 
     Args:
-      inner_links: whether a link to another folder below `root` is an error, because its documents could be in two
+      inner_links: whether a link to something else below `root` is an error, because its documents could be in two
         splits; otherwise it is left out.
+
+    Raises:
+      UserError: a folder can't be read, or links lead twice to the same folder or file.
     """
 
     def is_included(name: str) -> bool:
@@ -190,21 +194,39 @@ def list_files(
             return True
         if not inner_links or folder.is_relative_to(first):
             return False
-        raise UserError(
-            f"{first} and {folder} are one folder, by a link: remove the link, or leave it out with exclude"
-        )
+        raise UserError(f"{first} and {folder} are one folder, {way_out}")
 
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"{error.filename} can't be read: {error.strerror}; leave it out with exclude")
+
+    way_out = "by a link: remove the link, or leave it out with exclude"
     paths, passed_over, read = [], collections.Counter(), {root.resolve(): root}
-    for folder, folders, files in os.walk(root, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         folders[:] = [name for name in sorted(folders) if is_included(name) and is_new(Path(folder, name))]
         below = Path(folder).relative_to(root)
         for name in filter(is_included, files):
             if name.endswith(tuple(suffixes)):
                 paths.append((below / name).as_posix())
             else:
-                passed_over[os.path.splitext(name)[1] or "no suffix"] += 1
+                is_there = os.path.exists(os.path.join(folder, name))
+                passed_over[os.path.splitext(name)[1] or ("no suffix" if is_there else "a broken link")] += 1
+    for path, first in _repeated_files(root, paths).items():
+        if inner_links:
+            raise UserError(f"{root / first} and {root / path} are one file, {way_out}")
+        paths.remove(path)
     most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
     return sorted(paths), most and (
         f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
         f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
     )
+
+
+def _repeated_files(root: Path, paths: Sequence[str]) -> dict[str, str]:
+    """The paths below `root` that are links to the file of another one of the paths, each with this one."""
+    listed, real_root, targets, repeated = set(paths), root.resolve(), {}, {}
+    for path in sorted(path for path in paths if os.path.islink(root / path)):
+        target = os.path.relpath(os.path.realpath(root / path), real_root)
+        first = target if target in listed else targets.setdefault(target, path)
+        if first != path:
+            repeated[path] = first
+    return repeated

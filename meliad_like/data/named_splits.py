@@ -2,10 +2,10 @@
 
 A word for a split counts in every folder and file below the source's folder: `wiki/test/0.txt`, `test/wiki/0.txt`,
 `data/train-00000-of-00001.parquet`, `split=dev/0.parquet`, `wiki.valid.tokens`. It is a whole word, in any case,
-between characters that are not letters: `latest` and `contest` are no tests. Spaces do not separate words in the
-name of a text file, which is often a title.
+between characters that are not letters, perhaps with an ending (`testset`, `trainData`): `latest` and `contest` are no
+tests. Spaces do not separate words in the name of a text file, which is often a title.
 
-All files are named after splits, or none is: otherwise a file that is held out under another name (`heldout.txt`) would
+All files are named after splits, or none is: otherwise a file that is held out under another name (`blind.txt`) would
 be dealt to any split. Where the only split that is named is `train`, all documents are for training if every path
 begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out.
 """
@@ -19,7 +19,7 @@ from meliad_like.errors import UserError
 
 WORDS = dict.fromkeys(("train", "training"), "train")
 WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eval", "evaluation"), "validation")
-WORDS |= dict.fromkeys(("test", "testing"), "test")
+WORDS |= dict.fromkeys(("test", "testing", "heldout", "holdout"), "test")
 
 
 def splits_of_path(file: str) -> set[str]:
@@ -40,7 +40,8 @@ def splits_of_repository(file: str) -> set[str]:
 
 
 def _splits_in(words: Iterable[str]) -> set[str]:
-    return {WORDS[word] for word in (word.strip().lower() for word in words) if word in WORDS}
+    stems = (re.sub("(set|data)$", "", word.strip().lower()) for word in words)
+    return {WORDS[stem] for stem in stems if stem in WORDS}
 
 
 def named_splits(

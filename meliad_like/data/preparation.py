@@ -85,15 +85,19 @@ def prepare(
     """
     folder, parts, console = _places(folder)
     opened = open_source(source)
-    contents = source_fingerprint(source, opened)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
         if (store := _existing(folder, source, vocabulary)) is not None:
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
-            way_out = "delete the token store, or choose another --store"
-            check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
+            if files_fingerprint(opened) != store.info.files:
+                contents, way_out = (
+                    source_fingerprint(source, opened),
+                    "delete the token store, or choose another --store",
+                )
+                check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
             console.print(f"reusing the token store {folder}")
         else:
+            contents = source_fingerprint(source, opened)
             with whole_folder(folder) as incomplete:
                 if (parts / PARTS_NAME).exists():
                     encoder, written = _join(incomplete, parts, _identity(source, opened, vocabulary))

@@ -12,9 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
+    BadDocumentError,
     Document,
     FolderSourceConfig,
     RecordError,
@@ -37,6 +40,9 @@ else:
 # module.
 INFO_NAME = "dataset_info.json"
 ROWS_AT_ONCE = 64
+SPLIT_FIELD = "split"
+LARGEST_WINDOW: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
+"""Files that were compressed with `zstd --long=31` need 2 GiB of memory."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,18 @@ class RecordsSourceConfig(FolderSourceConfig):
             saved = record[field]
             return decode(saved, f"{place}: the field {field!r}") if isinstance(saved, bytes) else saved
 
-        text, name = value(self.text_field), str(value(self.name_field)) if self.name_field else place
-        if not isinstance(text, str):
-            raise RecordError(f"{place}: the field {self.text_field!r} is not text but {type(text).__name__}")
-        return Document(name, self.split_of(name, found_in), text)
+        text, name = value(self.text_field), value(self.name_field) if self.name_field else place
+        text = "" if text is None else text  # The field of the table is empty.
+        for field, content, kinds in ((self.text_field, text, str), (self.name_field, name, (str, int, np.integer))):
+            if not isinstance(content, kinds):
+                raise RecordError(f"{place}: the field {field!r} is not text but {type(content).__name__}")
+        named = splits_of_path(str(value(SPLIT_FIELD))) - {"train"} if SPLIT_FIELD in record else ()
+        if named and found_in is None and self.splits_by_name and not self.listed:
+            raise BadDocumentError(
+                f"{place} is of {min(named)} by its field {SPLIT_FIELD!r}, which is not read: write the records of "
+                "each split to a file named after it, or bind FolderSourceConfig.splits_by_name = False"
+            )
+        return Document(str(name), self.split_of(str(name), found_in), text)
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,10 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         else:
             root = self.existing_folder()
             files, passed_over = list_files(root, self.suffixes, self.exclude)
+        # `zstd FILE` keeps the file.
+        if copies := {f"{file}{suffix}" for file in files for suffix in (".gz", ".zst")} & set(files):
+            copy = root / min(copies)
+            raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
         splits = named_splits(self, root, files, splits_of_path)
         by_share = not names_assign(splits)
         contents = tuple((file, root / file) for file in files)
@@ -128,7 +146,8 @@ class JsonLinesSource(RecordFilesSourceConfig):
     unreadable = "cannot be decompressed"
 
     def records(self, path: Path) -> Iterator[bytes]:
-        open_file: Any = {".gz": gzip.open, ".zst": zstd.open}.get(path.suffix, open)
+        zstd_open = partial(zstd.open, options=LARGEST_WINDOW)
+        open_file: Any = {".gz": gzip.open, ".zst": zstd_open}.get(path.suffix, open)
         with open_file(path, "rb") as file:
             yield from (b"" if line.isspace() else line for line in file)
 
@@ -138,7 +157,8 @@ class JsonLinesSource(RecordFilesSourceConfig):
     def read(self, record: bytes, place: str, found_in: str | None) -> Document:
         text = decode(record, place)
         try:
-            parsed = parse_json(text, place)
+            # Some programs for Windows put a byte order mark before a file's first record.
+            parsed = parse_json(text.removeprefix("\ufeff"), place)
         except UserError as error:
             raise RecordError(str(error)) from None
         if not isinstance(parsed, dict):
@@ -173,7 +193,7 @@ class ParquetSource(RecordFilesSourceConfig):
             # The error of each row lists the fields that there are.
             yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
             return
-        for rows in file.iter_batches(ROWS_AT_ONCE, columns=fields):
+        for rows in file.iter_batches(ROWS_AT_ONCE, columns=[*fields, *({SPLIT_FIELD} & set(names))]):
             yield from _with_bytes(rows).to_pylist()
 
     def damage(self) -> tuple[type[Exception], ...]:

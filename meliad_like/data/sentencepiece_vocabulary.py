@@ -116,7 +116,8 @@ class SentencePieceVocabulary(Vocabulary):
         pairs = [(spaced(left), spaced(right)) for left, right in map(merges.__getitem__, ordered)]
         tokenizer = Tokenizer(models.BPE(ids, pairs, byte_fallback=True))
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
-        symbols = [spaced(piece.piece) for _, piece in pieces if piece.type == kinds.USER_DEFINED]
+        # SentencePiece never finds a symbol with a space, because the spaces of a text have become U+2581.
+        symbols = [spaced(p.piece) for _, p in pieces if p.type == kinds.USER_DEFINED and " " not in p.piece]
         tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
         tokenizer.add_special_tokens([AddedToken(end, special=True)])
         return tokenizer.to_str(), end

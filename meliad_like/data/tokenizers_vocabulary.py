@@ -27,6 +27,8 @@ TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 # llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
 GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
+LIKE_GPT_2 = ("GPT2", "Roberta", "Bart", "CodeGen", "Longformer", "LED", "Whisper", "Blenderbot")
+"""The tokenizers of transformers that split text as GPT-2's does."""
 CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
 CONTEXT, MAX_TRIALS = 256, 16
 END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
@@ -224,6 +226,11 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
             raise UserError(
                 f"{path / TOKENIZER_CONFIG_NAME}: add_prefix_space puts a space before each text, which this "
                 "vocabulary does not: set it to false"
+            )
+        elif (name := settings.get("tokenizer_class", "GPT2Tokenizer")).split("Tokenizer")[0] not in LIKE_GPT_2:
+            raise UserError(
+                f"{path / TOKENIZER_CONFIG_NAME}: a {name} may split texts in another way than GPT-2's tokenizer, as "
+                f"which vocab.json and merges.txt are read: give the model's {TOKENIZER_NAME}"
             )
         else:
             tokenizer = _from_merges(path / "vocab.json", path / "merges.txt", end)

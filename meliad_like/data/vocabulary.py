@@ -242,9 +242,9 @@ class ByteVocabulary(Vocabulary):
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file; an error names it by `what` it is."""
+    """The text of a file, without a byte order mark; an error names it by `what` it is."""
     with reading(path, what, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
 
 
 def round_up(size: int, multiple: int) -> int:

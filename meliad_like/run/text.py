@@ -65,6 +65,11 @@ def encode_text(
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str, continues: bool = False) -> np.ndarray:
     """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        problem = f"the text has an unpaired surrogate at character {error.start}, which UTF-8 cannot hold"
+        raise UserError(f"{problem}: repair it") from None
     tokens = (vocabulary.encode_continuation if continues else vocabulary.encode)(prompt)
     if not vocabulary.restores(prompt, tokens):
         for character in sorted(set(prompt) - {UNKNOWN}):

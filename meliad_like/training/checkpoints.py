@@ -29,6 +29,7 @@ from meliad_like.remote import any_path, flush_all, is_remote, one_line
 from meliad_like.resumable import check_same, read_json
 from meliad_like.training.processes import agreed
 
+TEMPORARY = ".orbax-checkpoint-tmp"
 COMMIT_SUCCESS_FILE = "commit_success.txt"  # The name of orbax's marker of a complete checkpoint on gs://.
 FULL_DISK_WORDS = ("no space left on device", "disk quota exceeded")
 METADATA = "metadata/metadata"
@@ -242,9 +243,11 @@ class Checkpoints:
     def _write_manifest(self) -> None:
         """Called by orbax in its background thread after all files of a step are written, before the rename."""
         if jax.process_index() == 0:
-            # orbax's temporary name is the step, a dot and a suffix; on gs://, without atomic renames, only the step.
+            # orbax's temporary name is the step and a suffix; on gs://, without atomic renames, only the step.
             step = str(self._step_being_written)
-            (folder,) = (path for path in self.folder.iterdir() if path.name.split(".")[0] == step)
+            names = [path.name for path in self.folder.iterdir()]
+            (name,) = (name for name in names if name == step or name.startswith(step + TEMPORARY))
+            folder = self.folder / name
             write_manifest(folder)
             if not is_remote(folder):
                 flush_all(folder)
