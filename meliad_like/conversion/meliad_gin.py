@@ -8,12 +8,12 @@ rows name our files for theirs.
 """
 
 import ast
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from gin import config_parser
 
 from meliad_like.config import parse
@@ -22,12 +22,12 @@ from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.remote import write_whole
 
-_ROWS = pd.read_csv(Path(__file__).with_suffix(".csv"), keep_default_na=False)
-RULES = {(row.theirs.removeprefix("@"), row.value): row.ours for row in _ROWS.itertuples()}
+_ROWS = list(csv.DictReader(Path(__file__).with_suffix(".csv").read_text().splitlines()))
+RULES = {(row["theirs"].removeprefix("@"), row["value"]): row["ours"] for row in _ROWS}
 """What a binding is here, by its class and parameter, and its value or ""."""
-FILES = {row.ours: row.theirs for row in _ROWS.itertuples() if row.theirs.endswith(".gin")}
+FILES = {row["ours"]: row["theirs"] for row in _ROWS if row["theirs"].endswith(".gin")}
 """Their gin files with another name, by ours."""
-CHOSEN = {theirs[1:].rpartition(".")[0] for theirs in _ROWS.theirs if theirs.startswith("@")}
+CHOSEN = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["theirs"].startswith("@")}
 """The classes of which a configuration uses those that a value refers to."""
 
 
