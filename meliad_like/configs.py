@@ -2,6 +2,7 @@
 
     meliad_like configs size
     meliad_like configs "table 3" state
+    meliad_like configs bias_skip               # a name of google-research/meliad
 
 Files of several folders combine: gin/README.md has the rules. `meliad_like describe` shows what a combination is.
 """
@@ -13,8 +14,11 @@ COMMAND = Command(__doc__, words=True, no_effect=dict.fromkeys(("gin_file", "gin
 
 def main(*words: str) -> int:
     from meliad_like.config import about, shipped_files
+    from meliad_like.conversion.meliad_gin import FILES
 
     descriptions = {name: about(name) for name in shipped_files()}
+    for name, theirs in FILES.items():
+        descriptions[name] += f" The reference's {theirs}."
     texts = {name: f"{name} {description}".lower() for name, description in descriptions.items()}
     names = [name for name, text in texts.items() if all(word.lower() in text for word in words)]
     for name in names:

@@ -1,7 +1,8 @@
-"""Converts checkpoints of other programs to ours and back.
+"""Converts checkpoints and configurations of other programs to ours, and checkpoints back.
 
     meliad_like convert meliad --input=FILE_OR_FOLDER --output=DIR --gin_file=... [--gin_file=...]
     meliad_like convert meliad --reverse --input=DIR --output=FILE.npz
+    meliad_like convert meliad_gin --input=FOLDER --output=FILE.gin --gin_file=THEIRS.gin [--gin_file=...]
     meliad_like convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
     meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
     meliad_like convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
@@ -10,6 +11,8 @@
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Its MELODI is --gin_file=melodi/base.gin, and
 its dense memory --gin_file=melodi/dense_4k.gin, RepeatedInput.layers = (7,) and DenseMemory.horizon = "segment".
+`meliad_gin` makes one gin file of files in the reference's folder transformer/configs, --gin_file=base_memory.gin and
+--gin_file=recurrent/bias_skip.gin for example, in this order, and names what has no counterpart.
 Pretrained models contain their own config; gin files may set how they read, such as PretrainedConfig.window_length, and
 the documents. Fairseq's word models need gin files for everything: --gin_file=shortformer/shortformer.gin
 --gin_file=task/wikitext103.gin, and the dictionary as FileVocabularyConfig.model_file.
@@ -18,8 +21,8 @@ the documents. Fairseq's word models need gin files for everything: --gin_file=s
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-SUBJECTS = ("meliad", "huggingface", "gguf", "fairseq")
-COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": SUBJECTS[:2]})
+SUBJECTS = ("meliad", "meliad_gin", "huggingface", "gguf", "fairseq")
+COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": ("meliad", "huggingface")})
 INPUT = COMMAND.string("input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True)
 OUTPUT = COMMAND.string("output", None, "Our folder; with --reverse, an npz file or new folder.", required=True)
 REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
@@ -29,13 +32,15 @@ def main(subject: str) -> None:
     if REVERSE.value and COMMAND.gin_flags:
         raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.conversion import fairseq, meliad, pretrained
+    from meliad_like.conversion import fairseq, meliad, meliad_gin, pretrained
 
+    gin = COMMAND.gin_file.value, COMMAND.gin_param.value
     if REVERSE.value:
         write = meliad.convert_to_meliad if subject == "meliad" else pretrained.convert_to_huggingface
         write(INPUT.value, OUTPUT.value)
+    elif subject == "meliad_gin":
+        meliad_gin.convert_meliad_gin(INPUT.value, *gin, OUTPUT.value)
     elif subject in ("huggingface", "gguf"):
-        gin = COMMAND.gin_file.value, COMMAND.gin_param.value
         pretrained.convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
     else:
         read = meliad.convert_from_meliad if subject == "meliad" else fairseq.convert_from_fairseq

@@ -87,7 +87,7 @@ class Binding:
 Bindings = dict[str, Binding]
 
 
-class _Placeholder(str):
+class Placeholder(str):
     """A macro (%NAME) or a reference (@NAME) in a value, with its sign."""
 
     __repr__ = str.__str__
@@ -95,11 +95,11 @@ class _Placeholder(str):
 
 class _Delegate(config_parser.ParserDelegate):
     # Both return placeholders: gin rewrites exceptions raised here into messages of several lines.
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Placeholder:
-        return _Placeholder(f"@{scoped_configurable_name}")
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Placeholder:
+        return Placeholder(f"@{scoped_configurable_name}")
 
-    def macro(self, macro_name: str) -> _Placeholder:
-        return _Placeholder(f"%{macro_name}")
+    def macro(self, macro_name: str) -> Placeholder:
+        return Placeholder(f"%{macro_name}")
 
 
 def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
@@ -165,18 +165,23 @@ def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozense
     return merged
 
 
-def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
-    """(bindings, included files) of one file or `--gin_param`."""
-    is_parameter, bindings, includes = rank == Rank.PARAMETER, [], []
+def statements(text: str, name: str) -> list[Any]:
+    """The statements of a gin file or `--gin_param`, as gin's parser has them, with placeholders in their values."""
     try:
-        statements = list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
+        return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
     except (SyntaxError, tokenize.TokenError) as error:
         # Python's message about text without quotes ends with a node of its syntax tree.
         message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
-        place = name if is_parameter or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
+        in_file = isinstance(error, SyntaxError) and not name.startswith("--gin_param=")
+        place = f"{name}:{error.lineno}" if in_file else name
         advice = "expected Class.parameter = value, with text in quotes"
         raise UserError(f"{place}: bad gin syntax: {message}; {advice}") from None
-    for statement in statements:
+
+
+def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
+    """(bindings, included files) of one file or `--gin_param`."""
+    is_parameter, bindings, includes = rank == Rank.PARAMETER, [], []
+    for statement in statements(text, name):
         if isinstance(statement, config_parser.IncludeStatement):
             if is_parameter:
                 raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
@@ -197,7 +202,7 @@ def _resolve(value: Any, bindings: Bindings, read: set[str], origin: str, inside
         return type(value)(_resolve(item, bindings, read, origin, inside) for item in value)
     if isinstance(value, dict):
         return {key: _resolve(item, bindings, read, origin, inside) for key, item in value.items()}
-    if not isinstance(value, _Placeholder):
+    if not isinstance(value, Placeholder):
         return value
     name = value[1:]
     if value.startswith("@"):
