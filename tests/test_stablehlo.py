@@ -2,17 +2,17 @@
 
 import dataclasses
 import importlib.util
-import json
 
 import numpy as np
-import pytest
-from families import BYTES, SLIDE, STATES, C, W, language_model
+from families import SLIDE, STATES, C, W, language_model
 
 from meliad_like.conversion.stablehlo import convert_to_stablehlo
-from meliad_like.errors import UserError
 from meliad_like.run.opening import write_checkpoint
 
-TEXTS = ["A long document, of which every token is predicted." * 2, "Another document, which is read in step with it. \n" * 2]
+TEXTS = [
+    "A long document, of which every token is predicted. " * 3,
+    "Another one, which is read in step with the first. " * 3,
+]
 
 
 def exported(lm, tmp_path):

@@ -42,7 +42,7 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
     # Not `opened.model`, which has the kernels of this platform.
     model, vocabulary = Model(opened.run.model, opened.vocabulary.size), opened.vocabulary
     window, segment = model.config.window_length, opened.run.data.segment_length
-    lengths = {"segment": segment, "block": window, "token": 1}
+    lengths = {"block": window, "token": 1} if segment == window else {"segment": segment, "block": window, "token": 1}
     folder = new_folder(folder)
     for name, program in export_programs(model, lengths):
         write_whole(folder / f"{name}.stablehlo", program)

@@ -242,7 +242,7 @@ class MelodiLayer(Layer):
         vector = (e * window[:, :, None] + np.arange(e)).reshape(new.shape[0], c * e)
         keep = (vector >= 0) & (vector >= e * (last + 1) - m)
         slot = jnp.where(keep, vector % m, m)
-        lanes = np.arange(new.shape[0])[:, None]
+        lanes = jnp.arange(new.shape[0])[:, None]
         return long.at[lanes, slot].set(jax.lax.stop_gradient(rearrange(new, "b c e d -> b (c e) d")), mode="drop")
 
     def _make(
