@@ -46,6 +46,6 @@ def test_an_exported_model_reads_and_writes_as_ours(tmp_path):
     second, again = model.read(tokens[:, W + 1 :], model.load(tmp_path / "place.npz"))
     np.testing.assert_allclose(np.append(first, second, axis=1), log_probabilities, atol=1e-6)
     np.testing.assert_array_equal(model.generate(again, 20)[0], written)
-    assert after.num_tokens == length + 20
+    assert after.num_read == length + 19
     drawn = [model.generate(state, 20, temperature=1.0, seed=seed)[0].tolist() for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -28,8 +28,8 @@ from meliad_like.training.checkpoints import named_arrays
 PLATFORMS = ("cpu", "cuda", "tpu")
 CALLS = {
     "begin": "(parameters, lanes int32[b]) -> the carry of b empty documents",
-    "segment, block, token": "(parameters, carry at the beginning of a block unless n is 1, tokens int32[b, n]) -> "
-    "(logits float32[b, v] of the next token, log-probabilities float32[b, n - 1] of all tokens but the first, carry)",
+    "segment, block, token": "(parameters, carry at the beginning of a block unless n is 1, tokens int32[b, n], the "
+    "next of each int32[b, n]) -> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry)",
 }
 """What the programs take and return; parameters and carry are lists of arrays."""
 
@@ -75,25 +75,24 @@ def export_programs(model: Model, lengths: Mapping[str, int]) -> Iterator[tuple[
         module = model.bind(jax.tree.unflatten(jax.tree.structure(params), parameters))
         return jax.tree.leaves(module.begin_decoding(module.init_carry(lanes.shape[0])))
 
-    def read(parameters, carry_leaves, tokens):
+    def read(parameters, carry_leaves, tokens, targets):
         module = model.bind(jax.tree.unflatten(jax.tree.structure(params), parameters))
         state = jax.tree.unflatten(jax.tree.structure(carry), carry_leaves)
         if tokens.shape[1] == 1:
-            logits, state = module.decode_step(tokens[:, 0], state)
-            nats = jnp.zeros((tokens.shape[0], 0))
+            (*_, output), state = module.read_token(tokens[:, 0], state)
+            output = output[:, None]
         else:
             start = jnp.zeros((tokens.shape[0], tokens.shape[1] // model.config.window_length), bool)
-            outputs, state = module.read_while_decoding(tokens, state, start)
-            hidden = module.finish(outputs[-1], None)
-            logits = module.logits(hidden[:, -1])
-            nats = token_losses(module, hidden, jnp.roll(tokens, -1, axis=1), LOSS_SLICE).nats[:, :-1]
-        return logits, -nats, jax.tree.leaves(state)
+            (*_, output), state = module.read_while_decoding(tokens, state, start)
+        hidden = module.finish(output, None)
+        nats = token_losses(module, hidden, targets, LOSS_SLICE).nats
+        return -nats, module.logits(hidden[:, -1]), jax.tree.leaves(state)
 
     (b,) = export.symbolic_shape("b")
     leaves = [jax.ShapeDtypeStruct((b, *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(carry)]
     calls = {"begin": (begin, jax.ShapeDtypeStruct((b,), jnp.int32))}
     for name, length in lengths.items():
-        calls[name] = read, leaves, jax.ShapeDtypeStruct((b, length), jnp.int32)
+        calls[name] = read, leaves, *[jax.ShapeDtypeStruct((b, length), jnp.int32)] * 2
     for name, (function, *arguments) in calls.items():
         exported = export.export(jax.jit(function), platforms=PLATFORMS)(jax.tree.leaves(params), *arguments)
         yield name, bytes(exported.serialize())
