@@ -79,7 +79,8 @@ class Model:
         carry, rows, random = copy.deepcopy(state.carry), state.token[:, None], np.random.default_rng(seed)
         while rows.shape[1] <= length and not (rows[:, 1:] == self.vocabulary["end_of_document"]).any(axis=1).all():
             _, logits, carry = self._run("token", carry, rows[:, [-1, -1]])
-            logits = np.asarray(logits) / (temperature or 1) + (temperature > 0) * random.gumbel(size=logits.shape)
+            noise = random.gumbel(size=logits.shape) if temperature else 0
+            logits = np.asarray(logits) / (temperature or 1) + noise
             logits[:, self.vocabulary["unwritable"]] = -np.inf
             rows = np.append(rows, logits.argmax(axis=1).astype(np.int32)[:, None], axis=1)
         return rows[:, 1:], State(carry, rows[:, -1], state.num_read + rows.shape[1] - 1)
