@@ -7,6 +7,7 @@
     meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
     meliad_like convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
     meliad_like convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
+    meliad_like convert stablehlo --checkpoint=DIR --output=FOLDER [--gin_param=...]
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
 cache at a document's start: --gin_file=option/unmasked_empty_cache.gin. Its MELODI is --gin_file=melodi/base.gin, and
@@ -16,15 +17,21 @@ its dense memory --gin_file=melodi/dense_4k.gin, RepeatedInput.layers = (7,) and
 Pretrained models contain their own config; gin files may set how they read, such as PretrainedConfig.window_length, and
 the documents. Fairseq's word models need gin files for everything: --gin_file=shortformer/shortformer.gin
 --gin_file=task/wikitext103.gin, and the dictionary as FileVocabularyConfig.model_file.
+
+A folder of `stablehlo` has programs for CPUs, GPUs and TPUs, the parameters, and read_model.py, which reads and writes
+with them where jax and flatbuffers are installed.
 """
+
+from absl import flags
 
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-SUBJECTS = ("meliad", "meliad_gin", "huggingface", "gguf", "fairseq")
-COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": ("meliad", "huggingface")})
-INPUT = COMMAND.string("input", None, "Their file or folder; with --reverse, our checkpoint folder.", required=True)
-OUTPUT = COMMAND.string("output", None, "Our folder; with --reverse, an npz file or new folder.", required=True)
+SUBJECTS = ("meliad", "meliad_gin", "huggingface", "gguf", "fairseq", "stablehlo")
+COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": ("meliad", "huggingface"), "gin_file": SUBJECTS[:-1]})
+INPUT = COMMAND.string("input", None, "Their file or folder; our folder for --reverse, stablehlo.", required=True)
+flags.DEFINE_alias("checkpoint", "input", COMMAND.flags)
+OUTPUT = COMMAND.string("output", None, "Our folder; theirs, or an npz file, for --reverse, stablehlo.", required=True)
 REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
 
 
@@ -32,7 +39,7 @@ def main(subject: str) -> None:
     if REVERSE.value and COMMAND.gin_flags:
         raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.conversion import fairseq, meliad, meliad_gin, pretrained
+    from meliad_like.conversion import fairseq, meliad, meliad_gin, pretrained, stablehlo
 
     gin = COMMAND.gin_file.value, COMMAND.gin_param.value
     if REVERSE.value:
@@ -40,6 +47,8 @@ def main(subject: str) -> None:
         write(INPUT.value, OUTPUT.value)
     elif subject == "meliad_gin":
         meliad_gin.convert_meliad_gin(INPUT.value, *gin, OUTPUT.value)
+    elif subject == "stablehlo":
+        stablehlo.convert_to_stablehlo(INPUT.value, gin[1], OUTPUT.value)
     elif subject in ("huggingface", "gguf"):
         pretrained.convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
     else:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,16 +102,30 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     config = to_huggingface(pretrained.config, pretrained.vocabulary_size, end_of_document)
     tensors = to_tensors(PLACES[pretrained.config.architecture], decoder)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-    safetensors.numpy.save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read, whatever the umask.
-    shutil.copymode(folder / CONFIG_NAME, folder / TENSORS_NAME)
+    save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
     if "recurrence" in pretrained.params:
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}
         fields = windows | dataclasses.asdict(pretrained.config.summary)
         metadata = {RECURRENCE_KEY: json.dumps(fields)}
-        recurrence = to_tensors(Place, pretrained.params["recurrence"])
-        safetensors.numpy.save_file(recurrence, folder / RECURRENCE_NAME, metadata=metadata)
-        shutil.copymode(folder / CONFIG_NAME, folder / RECURRENCE_NAME)
+        save_tensors(to_tensors(Place, pretrained.params["recurrence"]), folder / RECURRENCE_NAME, metadata)
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode
+    safetensors.numpy.save_file(tensors, path, metadata)
+    # safetensors makes files that only their owner can read, whatever the umask.
+    path.chmod(mode)
+
+
+def new_folder(path: str | Path) -> Path:
+    """Makes a folder for the files of a model; it may exist, but must be empty."""
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
@@ -211,12 +224,9 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
     run, _, params, vocabulary, _ = open_checkpoint(checkpoint)
-    folder = Path(folder)
     if not isinstance(run.model, PretrainedConfig):
         raise UserError(f"{checkpoint} is a {type(run.model).__name__} model: only pretrained ones go back")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}: choose another --output")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(folder)
     write_huggingface(Pretrained(run.model, vocabulary.size, params), vocabulary.end_of_document, folder)
     # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)

@@ -164,7 +164,7 @@ class TokenHeads(nnx.Module):
     def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
         """The heads of one token of every lane, and the cache with it."""
         key, value, query = self.project(y[:, None])
-        offset, lanes = cache.position % self.w, jnp.arange(len(y))
+        offset, lanes = cache.position % self.w, jnp.arange(y.shape[0])
         place, placed = (self.w + offset)[:, None, None], cache.placed_key
         if placed is not None:
             placed = placed.at[lanes, :, offset].set(self.placed_key(key, place)[:, :, 0])

@@ -139,7 +139,7 @@ def is_window(node: Any) -> bool:
 
 def empty_but_window(mixer: Any, carry: Any) -> Any:
     """A mixer's carry before its first token, but with the window's cache of `carry`."""
-    empty = mixer.init_carry(len(jax.tree.leaves(carry)[0]), jnp.float32)
+    empty = mixer.init_carry(jax.tree.leaves(carry)[0].shape[0], jnp.float32)
     return jax.tree.map(
         lambda new, old: old if is_window(new) else new.astype(old.dtype), empty, carry, is_leaf=is_window
     )

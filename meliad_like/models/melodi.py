@@ -221,7 +221,7 @@ class MelodiLayer(Layer):
         e, m = self.config.long_length, self.config.long_slots
         # Vectors are counted from the beginning of the segment: -1 is the newest in the ring.
         in_ring = (jnp.arange(m) - e * written[:, None]) % m - m
-        in_segment = jnp.broadcast_to(jnp.arange(c * e), (len(written), c * e))
+        in_segment = jnp.broadcast_to(jnp.arange(c * e), (written.shape[0], c * e))
         vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * window.number
         last, real = (vector >= end - m) & (vector < end), vector >= end - e * window.age[:, None]
         both = zip(ring_heads, segment_heads)
@@ -239,10 +239,10 @@ class MelodiLayer(Layer):
         c, e, m = *new.shape[1:3], self.config.long_slots
         last = written[:, -1:]
         window = last - np.arange(c)[::-1]
-        vector = (e * window[:, :, None] + np.arange(e)).reshape(len(new), c * e)
+        vector = (e * window[:, :, None] + np.arange(e)).reshape(new.shape[0], c * e)
         keep = (vector >= 0) & (vector >= e * (last + 1) - m)
         slot = jnp.where(keep, vector % m, m)
-        lanes = np.arange(len(new))[:, None]
+        lanes = jnp.arange(new.shape[0])[:, None]
         return long.at[lanes, slot].set(jax.lax.stop_gradient(rearrange(new, "b c e d -> b (c e) d")), mode="drop")
 
     def _make(
@@ -262,7 +262,7 @@ class MelodiLayer(Layer):
         return summaries + results.get("summary", 0), short, results.get("long")
 
     def begin_decoding(self, carry):
-        memory, b = carry[NAME], len(carry[NAME].position)
+        memory, b = carry[NAME], carry[NAME].position.shape[0]
         empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
         filled = self._filled(memory.position // self.shape.window_length)[:, :, None]
         long = self._memory_heads(jnp.where(filled, memory.long, 0), None) if self.long else ()

@@ -194,7 +194,7 @@ class ShortformerLayer(Layer):
 
     def begin_decoding(self, carry):
         """Projects what is cached, once for the block."""
-        config, m, b = self.config, self.config.cache_length, len(carry.position)
+        config, m, b = self.config, self.config.cache_length, carry.position.shape[0]
         w, d, dtype = config.window_length, config.model_width, jnp.dtype(config.activation_dtype)
         key = value = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
         if m:

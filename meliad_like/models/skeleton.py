@@ -160,7 +160,7 @@ class Skeleton(nnx.Module):
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
-        x = constrain(x, "lanes", None, None), self.summaries(len(x), tokens.shape[1] // w)
+        x = constrain(x, "lanes", None, None), self.summaries(x.shape[0], tokens.shape[1] // w)
         positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
@@ -298,7 +298,7 @@ class Skeleton(nnx.Module):
             return carries
 
         def end(acting):
-            summaries, ended = self.summaries(len(flags), 1), {}
+            summaries, ended = self.summaries(flags.shape[0], 1), {}
             for i, one in acting.items():
                 if self.layers[i].takes_summaries:
                     ended[i], summaries = self.layers[i].end_window(one, summaries)

@@ -95,7 +95,7 @@ class PretrainedDecoder(Skeleton):
         return {"inserted": carry.inserted}
 
     def begin_decoding(self, carry):
-        b, w, d = len(carry.position), self.config.window_length, self.config.model_width
+        b, w, d = carry.position.shape[0], self.config.window_length, self.config.model_width
         weighed = None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype)
         caches = [block.init_cache(b) for block in self.blocks]
         return carry._replace(layers=caches, tokens=jnp.zeros((b, w), jnp.int32), weighed=weighed)
@@ -117,7 +117,7 @@ class PretrainedDecoder(Skeleton):
                 not 0. None: 0.
             inserted: the vectors from the window before; None: none are inserted.
         """
-        position = jnp.zeros(len(tokens), jnp.int32) if position is None else position
+        position = jnp.zeros(tokens.shape[0], jnp.int32) if position is None else position
         return self._read_window(tokens, position, inserted, [None] * len(self.blocks), dropout_key)[0]
 
     def _read_window(self, tokens, position, inserted, caches, dropout_key):
@@ -199,7 +199,7 @@ class PretrainedDecoder(Skeleton):
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.
         """
-        offset, lanes = self.config.offset(carry.position), jnp.arange(len(token))
+        offset, lanes = self.config.offset(carry.position), jnp.arange(token.shape[0])
         outputs, carry = super().read_token(token, carry)
         carry = carry._replace(tokens=carry.tokens.at[lanes, offset].set(token))
         if self.recurrence is not None:

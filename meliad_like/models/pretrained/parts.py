@@ -80,13 +80,13 @@ class Block(Layer):
             last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
             carry = KeyValueCache(*last)
         offset = np.arange(w)
-        visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (len(windows), w, w))
+        visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (windows.shape[0], w, w))
         mixed = self._attend(query, key, value, visible, at, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
     def step(self, x, at, carry: KeyValueCache):
         position = at.positions
-        w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(len(x))
+        w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(x.shape[0])
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
         carry = KeyValueCache(
             carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])

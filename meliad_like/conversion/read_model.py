@@ -1,0 +1,100 @@
+"""Reads and continues documents with an exported model, where only jax and flatbuffers are installed.
+
+    model = Model("FOLDER")
+    log_probabilities, state = model.read(model.encode("import os"))
+    tokens, state = model.generate(state, 200, temperature=0.7)
+    print(model.decode(tokens[0]))
+    model.save("place.npz", state)  # and another time: state = model.load("place.npz")
+
+Tokens are ids: [n], or [b, n] for several documents that are read in step. Text goes in and out in the vocabulary of
+bytes alone; for others the folder has the vocabulary's files. `model.json` says what the programs take and return.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import export
+
+
+class State(NamedTuple):
+    """All that a model remembers of `b` documents, in a constant size. It can be continued any number of times."""
+
+    carry: list[jax.Array]
+    token: np.ndarray  # the last one, int32[b], which the carry has not read
+    num_read: int
+
+
+class Model:
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        self.facts = json.loads((folder / "model.json").read_text())
+        self.vocabulary, self._parameters, self._programs = self.facts["vocabulary"], [], {}
+        with open(folder / "parameters.safetensors", "rb") as file:
+            places = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            content = np.memmap(file, np.uint8, "r", file.tell())
+        for leaf in self.facts["parameters"]:
+            array = content[slice(*places[leaf["name"]]["data_offsets"])].view(leaf["dtype"])
+            self._parameters.append(jax.device_put(array.reshape(leaf["shape"])))
+        for name in self.facts["programs"]:
+            program = export.deserialize(bytearray((folder / f"{name}.stablehlo").read_bytes()))
+            self._programs[name] = jax.jit(program.call, donate_argnums=1)  # The next carry takes its buffers.
+
+    def encode(self, text: str) -> np.ndarray:
+        assert self.vocabulary["kind"] == "bytes", "only the vocabulary of bytes is built in: give token ids"
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        assert self.vocabulary["kind"] == "bytes", "only the vocabulary of bytes is built in: take token ids"
+        return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
+
+    def read(self, tokens: np.ndarray, state: State | None = None) -> tuple[np.ndarray, State]:
+        """Reads tokens that begin documents or continue those of `state`: segments, then blocks, then one by one.
+        Returns the log-probability of each token, [b, n], NaN for a document's first, and the state after them."""
+        rows, window = np.atleast_2d(np.asarray(tokens, np.int32)), self.facts["window_length"]
+        if state is None:
+            carry, num_read = self._programs["begin"](self._parameters, np.zeros(len(rows), np.int32)), 0
+        else:
+            carry, token, num_read = copy.deepcopy(state)
+            rows = np.append(token[:, None], rows, axis=1)
+        results = [np.full((len(rows), int(state is None)), np.nan, np.float32)]
+        while (rest := rows.shape[1] - 1) > 0:
+            lengths = self.facts["programs"] if num_read % window == 0 else {"token": 1}
+            name = next(name for name, length in lengths.items() if 0 < length <= rest)
+            if name == "token" and num_read % window == 0:
+                # An incomplete block is scored at once, because its tokens one by one are rounded otherwise.
+                at_once = self._run("block", copy.deepcopy(carry), np.pad(rows, ((0, 0), (0, window))))
+                results.append(at_once[0][:, :rest])
+            *result, _, carry = self._run(name, carry, rows)
+            results += result
+            rows, num_read = rows[:, lengths[name] :], num_read + lengths[name]
+        return np.concatenate(results, axis=1)[:, : np.shape(tokens)[-1]], State(carry, rows[:, -1], num_read)
+
+    def generate(self, state: State, length: int, temperature: float = 0, seed: int = 0) -> tuple[np.ndarray, State]:
+        """Continues documents by at most `length` tokens, until all have ended; 0: always by the most likely token.
+        Returns the tokens, [b, n], which have no meaning after a document's end, and the state after them."""
+        carry, rows, random = copy.deepcopy(state.carry), state.token[:, None], np.random.default_rng(seed)
+        while rows.shape[1] <= length and not (rows[:, 1:] == self.vocabulary["end_of_document"]).any(axis=1).all():
+            _, logits, carry = self._run("token", carry, rows[:, [-1, -1]])
+            noise = random.gumbel(size=logits.shape) if temperature else 0
+            logits = np.asarray(logits) / (temperature or 1) + noise
+            logits[:, self.vocabulary["unwritable"]] = -np.inf
+            rows = np.append(rows, logits.argmax(axis=1).astype(np.int32)[:, None], axis=1)
+        return rows[:, 1:], State(carry, rows[:, -1], state.num_read + rows.shape[1] - 1)
+
+    def _run(self, name: str, carry: list[jax.Array], rows: np.ndarray) -> tuple:
+        n = self.facts["programs"][name]
+        return self._programs[name](self._parameters, carry, rows[:, :n], rows[:, 1 : n + 1])
+
+    def save(self, path: str | Path, state: State) -> None:
+        carry = {leaf["name"]: np.asarray(x) for leaf, x in zip(self.facts["carry"], state.carry)}
+        np.savez(path, model=self.facts["identity"], token=state.token, num_read=state.num_read, **carry)
+
+    def load(self, path: str | Path) -> State:
+        with np.load(path) as file:  # bfloat16 as raw bytes
+            assert str(file["model"]) == self.facts["identity"], f"{path} is a state of another model"
+            carry = [jax.device_put(file[leaf["name"]].view(leaf["dtype"])) for leaf in self.facts["carry"]]
+            return State(carry, file["token"], int(file["num_read"]))
