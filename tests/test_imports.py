@@ -78,7 +78,8 @@ def test_files_are_short():
 
 
 def test_gin_is_read_in_config_alone():
-    """Everything else takes configs, or opaque changes of them that a command has read from its flags."""
+    """Everything else takes configs, or opaque changes of them that a command has read from its flags; but for the
+    conversion of another program's gin files."""
     inside = ("meliad_like.config.bindings", "meliad_like.config.construction")
     outside = [path for path in FILES if path.relative_to(PACKAGE).parts[0] != "config"]
     readers = {
@@ -86,4 +87,4 @@ def test_gin_is_read_in_config_alone():
         for path in outside
         if any(module.startswith(inside) for module in imported_modules(path)) or "import gin" in path.read_text()
     }
-    assert not readers
+    assert readers == {"conversion/meliad_gin.py"}
