@@ -208,8 +208,8 @@ def list_files(
             if name.endswith(tuple(suffixes)):
                 paths.append((below / name).as_posix())
             else:
-                is_there = os.path.exists(os.path.join(folder, name))
-                passed_over[os.path.splitext(name)[1] or ("no suffix" if is_there else "a broken link")] += 1
+                is_broken = os.path.islink(path := os.path.join(folder, name)) and not os.path.exists(path)
+                passed_over["a broken link" if is_broken else os.path.splitext(name)[1] or "no suffix"] += 1
     for path, first in _repeated_files(root, paths).items():
         if inner_links:
             raise UserError(f"{root / first} and {root / path} are one file, {way_out}")
