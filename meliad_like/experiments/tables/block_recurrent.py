@@ -7,7 +7,7 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 13-layer baseline keeps one layer more.
 """
 
-from meliad_like.config import shipped_files
+from meliad_like.config import about, shipped_files
 from meliad_like.experiments.tables.table import Panel, Row, Scale, Table, line, read_bindings, read_rows
 
 SCALES = {
@@ -23,11 +23,11 @@ SCALES = {
 }
 
 MIXERS = tuple(
-    Row(name, name.replace("_", " ").capitalize(), (file,), "slide_13l")
+    Row(name, about(file).partition(" (")[0], (file,), "slide_13l")
     for file in shipped_files()
     if file.startswith("mixer/") and (name := file.removeprefix("mixer/").removesuffix(".gin"))
 )
-"""Mixers that came after the paper, each in a gin file of its own, at the same sizes as table 1."""
+"""Mixers that came after the paper, each in a gin file that begins with its name, at the same sizes as table 1."""
 
 
 def _table1() -> Table:
