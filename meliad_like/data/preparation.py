@@ -90,10 +90,8 @@ def prepare(
         if (store := _existing(folder, source, vocabulary)) is not None:
             # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
             if files_fingerprint(opened) != store.info.files:
-                contents, way_out = (
-                    source_fingerprint(source, opened),
-                    "delete the token store, or choose another --store",
-                )
+                contents = source_fingerprint(source, opened)
+                way_out = "delete the token store, or choose another --store"
                 check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
             console.print(f"reusing the token store {folder}")
         else:
