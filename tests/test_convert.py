@@ -301,8 +301,8 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the first argument must be meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, which is missing"),
-        (["gpt2"], "the first argument must be meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, not 'gpt2'"),
+        ([], "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, which is missing"),
+        (["gpt2"], "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, not 'gpt2'"),
         (["meliad", "b"], "unexpected argument 'b'"),
     ],
 )

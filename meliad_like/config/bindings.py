@@ -172,8 +172,8 @@ def statements(text: str, name: str) -> list[Any]:
     except (SyntaxError, tokenize.TokenError) as error:
         # Python's message about text without quotes ends with a node of its syntax tree.
         message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
-        in_file = isinstance(error, SyntaxError) and not name.startswith("--gin_param=")
-        place = f"{name}:{error.lineno}" if in_file else name
+        is_parameter = name.startswith("--gin_param=")
+        place = name if is_parameter or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
         advice = "expected Class.parameter = value, with text in quotes"
         raise UserError(f"{place}: bad gin syntax: {message}; {advice}") from None
 
