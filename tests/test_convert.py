@@ -298,11 +298,14 @@ def test_command_line(tmp_path):
         np.testing.assert_array_equal(file["embed/embedding"], theirs["embed/embedding"])
 
 
+SUBJECTS = "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, which is missing"),
-        (["gpt2"], "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo, not 'gpt2'"),
+        ([], f"the first argument must be {SUBJECTS}, which is missing"),
+        (["gpt2"], f"the first argument must be {SUBJECTS}, not 'gpt2'"),
         (["meliad", "b"], "unexpected argument 'b'"),
     ],
 )
