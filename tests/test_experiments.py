@@ -264,7 +264,7 @@ def test_the_table_of_mixers_has_all_their_files(tmp_path):
     for row, bits in (("slide_13l", 1.0), ("retention", 0.9)):
         write_result(tmp_path, table.row(row), bits_per_byte=bits)
     rows = table_rows(experiment(tmp_path, "mixers", seeds=(0,)).results().to_markdown("tiny"))
-    assert (rows["Retention"]["difference"], rows["Mamba2"]["difference"]) == ("-0.1000", "-")
+    assert (rows["RetNet"]["difference"], rows["Mamba-2"]["difference"]) == ("-0.1000", "-")
     assert not any("paper" in header for header in rows["Slide:13L"])
 
 
