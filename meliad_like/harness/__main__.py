@@ -2,6 +2,7 @@
 
     meliad_like harness --checkpoint=runs/quickstart --tasks=lambada_openai,wikitext
     meliad_like harness --checkpoint=runs/quickstart --tasks=my_task.yaml --output=results.json
+    meliad_like harness --checkpoint=runs/quickstart --tasks=niah_single_1 --metadata='{"max_seq_lengths": [4096]}'
 
 It needs the extra `harness`, and the network for the documents of the harness's own tasks.
 """
@@ -13,6 +14,7 @@ from typing import Any
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
 from meliad_like.remote import check_output, write_whole
+from meliad_like.resumable import parse_json
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.string(
@@ -25,6 +27,9 @@ STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 TASKS = COMMAND.list("tasks", None, "Names of tasks, or YAML files of tasks, with commas.", required=True)
 INCLUDE_PATH = COMMAND.multi_string("include_path", [], "A folder with further tasks. Repeatable.")
 NUM_FEWSHOT = COMMAND.integer("num_fewshot", None, "Examples in each context. Default: the task's.", lower_bound=0)
+METADATA = COMMAND.string(
+    "metadata", "{}", "Settings of tasks that make their own documents, such as RULER's, as JSON."
+)
 LIMIT = COMMAND.integer("limit", None, "Only this number of first items of each task.", lower_bound=1)
 BATCH_SIZE = COMMAND.integer("batch_size", 8, "Number of texts that are read in parallel.", lower_bound=1)
 FIRST_TOKENS = COMMAND.bool(
@@ -45,26 +50,33 @@ def main() -> None:
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
 
-    from meliad_like.harness.model import HarnessModel
+    from meliad_like.harness.model import HarnessModel, tokenizer_for_tasks
 
+    metadata = parse_json(METADATA.value, "--metadata")
     files = [task for task in TASKS.value if Path(task).suffix in (".yaml", ".yml")]
     names = [task for task in TASKS.value if task not in files]
     # The harness needs seconds to find its own tasks.
-    tasks = TaskManager(include_path=INCLUDE_PATH.value, include_defaults=bool(names))
+    tasks = TaskManager(
+        include_path=INCLUDE_PATH.value,
+        include_defaults=bool(names),
+        metadata={"tokenizer": CHECKPOINT.value} | metadata,
+    )
     if missing := [file for file in files if not Path(file).exists()]:
         raise UserError(f"there is no task file {missing[0]}")
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise UserError(f"there is no task {unknown[0]!r}; lm_eval ls tasks shows the harness's own")
-    results = lm_eval.simple_evaluate(
-        model=HarnessModel(
-            CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value, gin_params=COMMAND.gin_param.value
-        ),
-        tasks=[*files, *tasks.match_tasks(names)],
-        task_manager=tasks,
-        num_fewshot=NUM_FEWSHOT.value,
-        limit=LIMIT.value,
-        log_samples=LOG_SAMPLES.value,
+    model = HarnessModel(
+        CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value, gin_params=COMMAND.gin_param.value
     )
+    with tokenizer_for_tasks(model, CHECKPOINT.value):
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=[*files, *tasks.match_tasks(names)],
+            task_manager=tasks,
+            num_fewshot=NUM_FEWSHOT.value,
+            limit=LIMIT.value,
+            log_samples=LOG_SAMPLES.value,
+        )
     assert results is not None
     print(make_table(results))
     if OUTPUT.value is not None:

@@ -12,7 +12,9 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -284,6 +286,32 @@ class HarnessModel(TemplateLM):
             if all(any(stop in text for stop in stops) for text in texts):
                 break
         return [postprocess_generated_text(text + end, stops, None) for text, end in zip(texts, rest)]
+
+
+@contextmanager
+def tokenizer_for_tasks(model: HarnessModel, name: str) -> Iterator[None]:
+    """Inside, the tokenizer of this name is the model's vocabulary.
+
+    Tasks that make documents of a number of tokens ask `transformers` for a tokenizer by its name, and that only
+    for the `input_ids` of texts. `transformers` can't express every vocabulary of ours.
+    """
+    try:
+        from transformers import AutoTokenizer  # type: ignore[import-not-found]  # an extra
+    except ModuleNotFoundError:
+        yield  # Only these tasks need it, and say so.
+        return
+    of_transformers = AutoTokenizer.from_pretrained
+
+    def from_pretrained(requested: str, **settings: Any) -> Any:
+        if requested != name:
+            return of_transformers(requested, **settings)
+        return lambda text: SimpleNamespace(input_ids=model.tok_encode(text))
+
+    AutoTokenizer.from_pretrained = from_pretrained
+    try:
+        yield
+    finally:
+        AutoTokenizer.from_pretrained = of_transformers
 
 
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
