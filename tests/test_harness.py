@@ -44,7 +44,7 @@ STUBS = dict.fromkeys(NAMES, mock.Mock(register_model=lambda name: lambda model:
 STUBS["lm_eval.api.model"] = mock.Mock(TemplateLM=BASE)
 # Afterwards the dictionary would lack an installed harness that is imported here.
 with nullcontext() if IS_INSTALLED else mock.patch.dict(sys.modules, STUBS):
-    from meliad_like.harness.model import HarnessModel
+    from meliad_like.harness.model import HarnessModel, tokenizer_for_tasks
 
 BOOK = "It was read once, and remembered for all of the questions. "
 OTHER = "It was read on every day, by those who remember nothing. "
@@ -267,3 +267,14 @@ def test_the_arrays_are_those_of_the_harness(golden, tmp_path):
     pytest.importorskip("torch")
     found = theirs(write_folder(SMALL, tmp_path), [Item(*item) for item in golden["items"]])
     np.testing.assert_allclose(found["nats"], golden["nats"], atol=1e-4)
+
+
+def test_tasks_count_tokens_in_the_models_vocabulary(monkeypatch):
+    asked = []
+    auto = SimpleNamespace(from_pretrained=asked.append)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=auto))
+    with tokenizer_for_tasks(SimpleNamespace(tok_encode=list), "runs/a"):
+        assert auto.from_pretrained("runs/a")("text").input_ids == list("text")
+        auto.from_pretrained("gpt2")
+    auto.from_pretrained("runs/a")
+    assert asked == ["gpt2", "runs/a"]
