@@ -34,8 +34,7 @@ DEFAULT_END = "<|endoftext|>"
 UNKNOWN = "\u2047"
 """The character that stands for what a vocabulary has no token for."""
 PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
-"""A text of what vocabularies often change, to test one with: whitespace, composed and rare characters, a control token,
-digits."""
+"""A text of what vocabularies often change, to test one with: whitespace, composed and rare characters, digits."""
 
 
 class Vocabulary:
