@@ -19,7 +19,7 @@ from meliad_like.data.vocabulary import PROBE, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.text import encode_prompt
 
-TEXTS = ["the other tether", PROBE, "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on"]
+TEXTS = ["the other tether", "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on", PROBE]
 MERGES = ["t h", "th e", "Ġ the", "e r", "1 9"]
 
 
