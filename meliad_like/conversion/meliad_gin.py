@@ -27,7 +27,7 @@ RULES = {(row["theirs"].removeprefix("@"), row["value"]): row["ours"] for row in
 """What a binding is here, by its class and parameter, and its value or ""."""
 FILES = {row["ours"]: row["theirs"] for row in _ROWS if row["theirs"].endswith(".gin")}
 """Their gin files with another name, by ours."""
-CHOSEN = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["theirs"].startswith("@")}
+BY_REFERENCE = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["theirs"].startswith("@")}
 """The classes of which a configuration uses those that a value refers to."""
 
 
@@ -138,9 +138,9 @@ def _rule(key: str, value: Any) -> str | None:
 def _in_use(theirs: dict[str, Any]) -> dict[str, Any]:
     """The bindings without those of classes that are only used where a value refers to them, and no value does."""
 
-    def is_chosen(name: str, values: Sequence[Any]) -> bool:
+    def is_used(name: str, values: Sequence[Any]) -> bool:
         scope, _, owner = name.rpartition("/")
-        if not CHOSEN & {name, owner}:
+        if not BY_REFERENCE & {name, owner}:
             return True
         references = {value[1:] for value in values if isinstance(value, Placeholder)}
         return name in references or (not scope and any(_short(reference) == owner for reference in references))
@@ -148,7 +148,7 @@ def _in_use(theirs: dict[str, Any]) -> dict[str, Any]:
     used = theirs
     while True:
         # Without the classes to which only those refer that were removed before.
-        fewer = {key: value for key, value in used.items() if is_chosen(key.rpartition(".")[0], [*used.values()])}
+        fewer = {key: value for key, value in used.items() if is_used(key.rpartition(".")[0], [*used.values()])}
         if len(fewer) == len(used):
             return used
         used = fewer

@@ -302,9 +302,9 @@ def query_gradient_kernel(
         of_bias[tile.index] = _diagonals(gradient)
         return of_unit + matrix_product((gradient * tile.factor[None]).astype(dtype), tile.key)
 
-    def skip(index, _):
+    def skip(index, none):
         of_bias[index] = jnp.zeros(of_bias.shape[1:], jnp.float32)
-        return _
+        return none
 
     of_unit = jnp.zeros(query.shape, jnp.float32)
     of_unit = _over_keys(options, options.of_queries, shared, keys, before, add, of_unit, skip)
@@ -404,7 +404,6 @@ def _by_element(
 ) -> tuple[Array, Array | None]:
     """The bias and the multiplier of the tile that begins at this query and this key; None without dropout."""
     w = len(shared.bias) // 5
-
     bias = shared.bias[offsets + (query - key + 2 * w - 1)]
     if shared.multiplier is None:
         return bias, None
