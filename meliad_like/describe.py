@@ -2,7 +2,7 @@
 
     meliad_like describe --gin_file=size/large_1200m.gin --gin_file=block_recurrent/fixed_skip.gin
 
-Activations are not included, because only the compiler knows them: `meliad_like plan` compiles the run for a TPU slice.
+Activations are not included, because only the compiler knows them: `meliad_like plan` compiles the run.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Plans the memory and the time of a run on a TPU slice, without one.
+"""Plans the memory and the time of a run on TPUs or GPUs, without them.
 
     meliad_like plan --gin_file=size/large_1200m.gin --gin_file=option/bfloat16.gin --topology=v4:2x2x4
 
@@ -14,7 +14,9 @@ from pathlib import Path
 from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
-TOPOLOGY = COMMAND.string("topology", None, "TPU slice by chips (v4:2x2x4, v5e:4x4, v6e:4x4) or cpu:8.", required=True)
+TOPOLOGY = COMMAND.string(
+    "topology", None, "TPUs by chips (v4:2x2x4, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
+)
 VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
 ALL = ["training", "evaluation", "decoding"]

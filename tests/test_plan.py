@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Module, Traffic, traffic
+from meliad_like.planning.gpus import GPUS
 from meliad_like.planning.programs import Need, needs, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, open_topology
@@ -233,8 +235,24 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
 
 @pytest.mark.parametrize("name", ["v4", "v4:2x"])
 def test_mistaken_topologies(name):
-    with pytest.raises(UserError, match=f"--topology={name} must be a generation and a shape"):
+    with pytest.raises(UserError, match=f"--topology={name} must be a kind and a shape"):
         open_topology(name)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("a100:4", "1x1x4"), ("h100:2x8", "1x2x8"), ("h200:1", "1x1x1")])
+def test_gpus_are_described_to_the_compiler(monkeypatch, name, shape):
+    said = {}
+
+    def get_topology_desc(**options):
+        said.update(options)
+        kind = re.search('device_description_str: "(.*)"', options["target_config"])[1]
+        return SimpleNamespace(devices=[SimpleNamespace(device_kind=kind)])
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", get_topology_desc)
+    topology = open_topology(name)
+    assert (said["platform"], said["topology"]) == ("cuda", shape)
+    assert topology.chip.memory == pytest.approx(0.75 * GPUS[name.partition(":")[0]].memory, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +275,8 @@ def test_without_the_compiler_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the TPU compiler: install it with pip install 'meliad_like\\[tpu\\]'"):
         open_topology("v4:2x2x4")
+    with pytest.raises(UserError, match="needs the GPU compiler: install it with pip install 'meliad_like\\[gpu\\]'"):
+        open_topology("h100:8")
 
 
 V = 32_000

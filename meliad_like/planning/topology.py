@@ -1,4 +1,4 @@
-"""Devices to compile for: those of a TPU slice, as the TPU's own compiler describes them, or of one CPU."""
+"""Devices to compile for, as their own compiler describes them: a TPU slice, GPUs of one kind, or a CPU."""
 
 import importlib.util
 import math
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 from meliad_like.errors import UserError
+from meliad_like.planning.gpus import GPUS, Gpu
 from meliad_like.training.hardware import DATASHEET_FLOPS
 
 GIB = 2**30
@@ -22,10 +24,11 @@ class Chip(NamedTuple):
     """Figures of the vendor's data sheets, in bytes and in bytes per second."""
 
     memory: float
-    """Without what the compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages."""
+    """Without what a TPU's compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages; of a GPU
+    the three quarters that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
     memory_bandwidth: float
     link_bandwidth: float
-    """The bandwidth of the links to all neighbours together."""
+    """The bandwidth of the links to all neighbours together, in one direction."""
     peak_flops: float
     """FLOP/s of bfloat16 matrix products."""
 
@@ -35,6 +38,9 @@ CHIPS = {
     "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9, DATASHEET_FLOPS["TPU v5 lite"]),
     "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9, DATASHEET_FLOPS["TPU v5"]),
     "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9, DATASHEET_FLOPS["TPU v6 lite"]),
+} | {
+    gpu.kind: Chip(0.75 * gpu.memory, gpu.bandwidth, gpu.link_bandwidth, DATASHEET_FLOPS[gpu.kind])
+    for gpu in GPUS.values()
 }
 
 
@@ -49,31 +55,41 @@ class Topology(NamedTuple):
 
 
 def open_topology(name: str) -> Topology:
-    """The devices of a slice, as the TPU compiler names it by its chips (`v4:2x2x4`); or `cpu:8`, before jax starts.
+    """The devices of a TPU slice, as its compiler names it by its chips (`v4:2x2x4`); GPUs (`h100:8`, or of two hosts
+    `h100:2x8`); or `cpu:8`, before jax starts.
 
-    Raises UserError if there is no such slice, or no TPU compiler.
+    Raises UserError if there are no such devices, or no compiler for them.
     """
-    generation, _, shape = name.partition(":")
+    kind, _, shape = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise UserError(f"--topology={name} must be a generation and a shape, such as v4:2x2x4, v5e:4x4 or cpu:8")
-    if generation == "cpu":
+        raise UserError(f"--topology={name} must be a kind and a shape, such as v4:2x2x4, h100:8 or cpu:8")
+    if kind == "cpu":
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Topology(name, jax.devices("cpu"), "cpu")
+    try:
+        devices = _gpus(name, GPUS[kind], shape) if kind in GPUS else _slice(name, kind, shape)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"the compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
+    kind = devices[0].device_kind
+    return Topology(name, devices, kind, CHIPS.get(kind))
+
+
+def _slice(name: str, generation: str, shape: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"--topology={name} needs the TPU compiler: install it with pip install 'meliad_like[tpu]'")
     # The compiler would otherwise ask this machine for its slice, and only one process at a time could load it.
     slice_of = {"TPU_ACCELERATOR_TYPE": "v4-32", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
     os.environ.update({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", **slice_of, **os.environ})
-    from jax.experimental import topologies
-
     # JAX uses one device for each chip, which is the default of generations after v4.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(side) for side in shape.split("x")]
     if math.prod(sides) < CHIPS_OF_A_HOST:
         options["chips_per_host_bounds"] = [*sides, 1, 1][:3]
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"the TPU compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
-    kind = devices[0].device_kind
-    return Topology(name, devices, kind, CHIPS.get(kind))
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+
+
+def _gpus(name: str, gpu: Gpu, shape: str) -> Sequence[Any]:
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise UserError(f"--topology={name} needs the GPU compiler: install it with pip install 'meliad_like[gpu]'")
+    hosts = "1x" * (2 - shape.count("x")) + shape
+    return topologies.get_topology_desc(platform="cuda", target_config=gpu.target_config(), topology=hosts).devices
