@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import forked
 import pytest
@@ -213,9 +214,9 @@ def test_a_cut_short_config_is_an_error():
         config.from_json(config.to_json(config.parse())[:100])
 
 
-def with_step(workdir):
+def with_step(workdir, step=3):
     """The folder, with what looks like a checkpoint."""
-    (workdir / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
+    (workdir / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
     return workdir
 
 
@@ -320,6 +321,18 @@ def test_the_number_of_steps_may_change_where_the_schedule_has_a_length_of_its_o
     params = ["RunConfig.schedule = 'cosine'", "CosineSchedule.max_scheduled_steps = 1000"]
     config.save(config.parse(gin_params=params), with_step(tmp_path))
     config.save(config.parse(gin_params=[*params, "TrainingConfig.num_steps = 2000"]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "num_steps", "may_resume"), [(9000, 20000, True), (9001, 20000, False), (9000, 9500, False)]
+)
+def test_a_stable_rate_may_go_on_for_longer(tmp_path, step, num_steps, may_resume):
+    """The rates of all steps before a decay that has not begun are those of a run of another length."""
+    params = ["RunConfig.schedule = 'warmup_stable_decay'", "TrainingConfig.num_steps = 10000"]
+    config.save(config.parse(gin_params=params), with_step(tmp_path, step))
+    other = config.parse(gin_params=[*params[:1], f"TrainingConfig.num_steps = {num_steps}"])
+    with nullcontext() if may_resume else pytest.raises(UserError, match="num_steps"):
+        config.check_workdir(other, tmp_path)
 
 
 PROGRAM = """

@@ -27,7 +27,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.harness.__main__ import import_harness
+from meliad_like.harness.__main__ import import_harness, write_heat_map
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run.opening import write_checkpoint
@@ -68,6 +68,25 @@ def lm(request) -> LanguageModel:
 @pytest.fixture(scope="module")
 def states() -> LanguageModel:
     return language_model(FAMILIES["lstm:dual"])
+
+
+def test_needles_by_length_and_depth(tmp_path, capsys):
+    """The first answer's place in the document says the depth, and the document's own length which score counts."""
+
+    def sample(num_before, length, score):
+        document = {"input": num_before * "a" + "7" + (99 - num_before) * "b", "outputs": ["7"], "max_length": length}
+        return {"doc": document, "4096": -1.0, str(length): score}
+
+    samples = [sample(0, 1024, 1.0), sample(9, 1024, 0.0), sample(99, 1024, 1.0), sample(99, 4096, 0.25)]
+    written = write_heat_map({"niah": samples, "other": [{"doc": {"input": "a"}}]}, tmp_path / "map.png")
+    (scores,) = written.values()
+    assert scores["depth"] == ["0 to 10 %", "90 to 100 %"]
+    assert scores["1,024 tokens"] == [0.5, 1.0]
+    assert scores["4,096 tokens"] == [None, 0.25]
+    assert "90 to 100 %" in capsys.readouterr().out
+    assert (tmp_path / "map.png").stat().st_size > 0
+    with pytest.raises(UserError, match="none of the tasks has needles"):
+        write_heat_map({"other": [{"doc": {"input": "a"}}]}, tmp_path / "map.png")
 
 
 def requests(kind, arguments):

@@ -27,7 +27,7 @@ from meliad_like.validation import check_choices, check_not_negative, check_posi
 class TrainingConfig:
     """The number of steps, and what happens how often. Every `..._every` is a number of steps; 0 is never."""
 
-    num_steps: int = resumable(500_000, lambda old, new: not new.schedule.reads_num_steps)
+    num_steps: int = 500_000
     """A run may resume with another number, unless the learning rates of earlier steps depend on it."""
     seed: int = 0
     """Decides the initial parameters, the order of the documents and the dropout; below 2**32."""

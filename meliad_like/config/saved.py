@@ -64,13 +64,16 @@ def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--work
     A folder without a checkpoint belongs to nobody.
     """
     path = epath.Path(workdir) / JSON_NAME
-    if not path.exists() or not any(each.name.isdecimal() for each in path.parent.glob("checkpoints/*")):
+    steps = [int(each.name) for each in path.parent.glob("checkpoints/*") if each.name.isdecimal()]
+    if not path.exists() or not steps:
         return
     try:
         saved = from_json(path.read_bytes())
     except UserError as error:
         raise UserError(f"{path}: {error}; if it is damaged, delete it: the same command writes it anew") from None
     fixed = {name for name, field, _ in bound_fields(saved) if not may_change(field, saved, run)}
+    if max(steps) <= min(each.schedule.num_independent(each.training.num_steps) for each in (saved, run)):
+        fixed.remove("TrainingConfig.num_steps")
     changed = {name: values for name, values in differences(saved, run).items() if name in fixed}
     old, new = ({name: values[i] for name, values in changed.items()} for i in (0, 1))
     way_out = f"choose another {flag}"

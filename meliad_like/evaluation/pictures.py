@@ -1,11 +1,13 @@
-"""A plot of a run's metrics."""
+"""Pictures: curves of a run's metrics, and maps of shares."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from etils import epath
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from meliad_like.errors import UserError
@@ -79,3 +81,12 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
     axes.spines[["top", "right"]].set_visible(False)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
+
+
+def draw_map(axes: Axes, shares: pd.DataFrame, lowest: float = 0.0) -> None:
+    """Draws a table of shares with its numbers, from white, `lowest`, to dark, 1."""
+    axes.imshow(shares, vmin=lowest, vmax=1, cmap="Blues", aspect="auto")
+    for (y, x), share in np.ndenumerate(shares.to_numpy()):
+        axes.text(x, y, f"{share:.2f}", ha="center", va="center", color="white" if share > 0.6 else "black")
+    axes.set_xticks(range(len(shares.columns)), map(str, shares.columns))
+    axes.set_yticks(range(len(shares.index)), map(str, shares.index))

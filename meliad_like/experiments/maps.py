@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from meliad_like.evaluation.memory_map import accuracies, by_distance, by_model, summary, summary_table, tables
+from meliad_like.evaluation.pictures import draw_map
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import Row
 
@@ -43,10 +44,6 @@ def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
         axes.remove()
     for axes, (label, task, cells) in zip(panels, groups):
         grid = cells.pivot(index="items", columns="distance", values="accuracy")
-        axes.imshow(grid, vmin=cells.chance.iloc[0], vmax=1, cmap="Blues", aspect="auto")
-        for (y, x), accuracy in np.ndenumerate(grid.to_numpy()):
-            axes.text(x, y, f"{accuracy:.2f}", ha="center", va="center", color="white" if accuracy > 0.6 else "black")
-        axes.set_xticks(range(len(grid.columns)), [str(distance) for distance in grid.columns])
-        axes.set_yticks(range(len(grid.index)), [str(items) for items in grid.index])
+        draw_map(axes, grid, cells.chance.iloc[0])
         axes.set(xlabel="blocks of filler", ylabel="items", title=f"{label}: {task}")
     picture.savefig(path)

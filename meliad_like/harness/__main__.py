@@ -39,6 +39,7 @@ FIRST_TOKENS = COMMAND.bool(
 )
 LOG_SAMPLES = COMMAND.bool("log_samples", False, "Write the items with the model's answers to --output, too.")
 OUTPUT = COMMAND.string("output", None, "JSON file for the results.")
+HEAT_MAP = COMMAND.string("heat_map", None, "PNG file: scores of needle tasks by length and depth (RULER's).")
 
 
 def main() -> None:
@@ -46,6 +47,8 @@ def main() -> None:
         check_output(OUTPUT.value, OUTPUT.name)
     elif LOG_SAMPLES.value:
         raise UserError("--log_samples has no effect without --output: name a file")
+    if HEAT_MAP.value is not None:
+        check_output(HEAT_MAP.value, HEAT_MAP.name)
     lm_eval = import_harness()
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
@@ -75,14 +78,35 @@ def main() -> None:
             task_manager=tasks,
             num_fewshot=NUM_FEWSHOT.value,
             limit=LIMIT.value,
-            log_samples=LOG_SAMPLES.value,
+            log_samples=LOG_SAMPLES.value or HEAT_MAP.value is not None,
         )
     assert results is not None
     print(make_table(results))
+    if HEAT_MAP.value is not None:
+        results["needles"] = write_heat_map(results["samples"], HEAT_MAP.value)
+        if not LOG_SAMPLES.value:
+            del results["samples"]
     if OUTPUT.value is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         write_whole(OUTPUT.value, text + "\n")
         print(f"wrote {OUTPUT.value}")
+
+
+def write_heat_map(samples: dict[str, list[Any]], path: str) -> dict[str, Any]:
+    """Draws and prints the scores of the needle tasks by length and depth, and returns them for JSON."""
+    from rich.console import Console
+
+    from meliad_like.harness.needles import by_depth, depth_table, draw_needles
+
+    maps = {task: cells for task, of_task in samples.items() if len(cells := by_depth(of_task))}
+    if not maps:
+        raise UserError("--heat_map: none of the tasks has needles and lengths; RULER's do, such as niah_single_1")
+    for task, cells in maps.items():
+        Console().print(depth_table(task, cells).to_rich())
+    draw_needles(maps, Path(path))
+    # NaN, where no document has that depth and length, is null in JSON.
+    known = {task: cells.astype(object).where(cells.notna(), None) for task, cells in maps.items()}
+    return {task: cells.reset_index().to_dict("list") for task, cells in known.items()}
 
 
 def import_harness() -> Any:

@@ -46,6 +46,10 @@ class ScheduleConfig:
         """The schedule's length in steps, in a run of `num_steps`."""
         return num_steps
 
+    def num_independent(self, num_steps: int) -> float:
+        """The number of first steps, of a run of `num_steps`, whose rates a run of another length has too."""
+        return 0 if self.reads_num_steps else math.inf
+
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         """The rate (float32) without warmup and multiplier, at a step that is not before the end of the warmup."""
         raise NotImplementedError
@@ -129,7 +133,10 @@ class LinearSchedule(DecayingScheduleConfig):
 
 @SCHEDULES.register("warmup_stable_decay")
 class WarmupStableDecaySchedule(DecayingScheduleConfig):
-    """max_rate, then in the last decay_steps a line to min_rate, which later steps keep (Hu et al. 2024, section 4)."""
+    """max_rate, then in the last decay_steps a line to min_rate, which later steps keep (Hu et al. 2024, section 4).
+
+    Before the line a run may resume with another number of steps.
+    """
 
     decay_steps: int = 1000
     """The length of the line, in steps."""
@@ -144,6 +151,9 @@ class WarmupStableDecaySchedule(DecayingScheduleConfig):
             both = f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps}"
             raise UserError(f"{both} are more than {length} steps, so that warmup_stable_decay never reaches max_rate")
         return length
+
+    def num_independent(self, num_steps: int) -> float:
+        return max(super().num_independent(num_steps), self.length(num_steps) - self.decay_steps)
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         left = jnp.clip((length - step) / self.decay_steps, 0, 1)

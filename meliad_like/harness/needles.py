@@ -1,0 +1,48 @@
+"""The scores of needle tasks (RULER; Hsieh et al. 2024) by a document's length and the depth of the needle in it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from meliad_like.evaluation.pictures import draw_map
+from meliad_like.tables import Table
+
+NUM_DEPTHS = 10
+"""The number of parts of a document whose needles are counted together."""
+
+
+def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Mean scores: a row for each part of the documents, a column for each length in tokens.
+
+    Args:
+      samples: those of a task, as the harness logs them. Those without a needle are left out. The depth is that of the
+        first answer's first character, as a share of the document's characters.
+    """
+    rows = []
+    for sample in samples:
+        document = sample["doc"]
+        if {"input", "outputs", "max_length"} <= document.keys():
+            depth = document["input"].index(document["outputs"][0]) / len(document["input"])
+            length = document["max_length"]
+            rows.append((int(depth * NUM_DEPTHS), length, sample[str(length)]))
+    scores = pd.DataFrame(rows, columns=["depth", "length", "score"])
+    cells = scores.pivot_table("score", "depth", "length")
+    parts = [f"{100 * part // NUM_DEPTHS} to {100 * (part + 1) // NUM_DEPTHS} %" for part in cells.index]
+    return cells.set_axis(pd.Index(parts, name="depth")).set_axis([f"{n:,} tokens" for n in cells.columns], axis=1)
+
+
+def depth_table(task: str, scores: pd.DataFrame) -> Table:
+    """The scores of a task as a table."""
+    return Table.of(scores.reset_index(), task, dict.fromkeys(scores.columns, ".2f"))
+
+
+def draw_needles(scores: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """Draws the scores of each task."""
+    picture = Figure(figsize=(6, 3.6 * len(scores)), dpi=120, layout="constrained")
+    for axes, (task, cells) in zip(picture.subplots(len(scores), squeeze=False)[:, 0], scores.items()):
+        draw_map(axes, cells)
+        axes.set(ylabel="depth of the needle", title=task)
+    picture.savefig(path)
