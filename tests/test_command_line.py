@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -141,10 +142,13 @@ sys.exit(repr(failed[0]) if failed else 0)
 
 
 def test_ctrl_c_in_a_callback_ends_the_command(capsys):
+    # A shell's background job ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     on_ignored_error(SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("Event loop is closed")))
     with pytest.raises(KeyboardInterrupt):
         on_ignored_error(SimpleNamespace(exc_type=KeyboardInterrupt))
         time.sleep(10)
+    signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
 
 
