@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.layers import linear_recurrence
 from meliad_like.layers.convolution import convolve
 from meliad_like.layers.linear_recurrence import Rule, inverse_of_unit_triangular, read_chunks, read_token
 from meliad_like.mixers.mamba2 import Mamba2
@@ -122,14 +123,18 @@ def test_extreme_decays_equal_the_plain_loop(kind):
         np.testing.assert_allclose(ours, theirs, atol=3e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("on_accelerator", [False, True])
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_the_system_of_a_long_chunk_is_inverted_exactly(strength):
+def test_the_system_of_a_long_chunk_is_inverted_exactly(monkeypatch, strength, on_accelerator):
     """64 keys of four channels are as alike as the keys of a text that repeats itself."""
+    monkeypatch.setattr(linear_recurrence, "inverts_whole_triangles", lambda: on_accelerator)
     key = np.random.default_rng(0).normal(size=(3, 64, K))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
     system = np.tril(strength * key @ np.swapaxes(key, 1, 2), -1) + np.eye(64)
-    inverse = jax.jit(inverse_of_unit_triangular)(system.astype(np.float32))
+    # Not one function for both cases: jax keeps what it has traced.
+    inverse = jax.jit(lambda system: inverse_of_unit_triangular(system))(system.astype(np.float32))
     np.testing.assert_allclose(inverse, np.linalg.inv(system), atol=1e-5)
+    assert inverse_of_unit_triangular(jnp.ones((1, 1, 1))) == 1
 
 
 def test_equal_decays_of_all_channels_are_a_decay_of_the_head():

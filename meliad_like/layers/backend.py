@@ -48,6 +48,14 @@ def takes_norm_of_updates_first() -> bool:
     return platform() == "cpu"
 
 
+def inverts_whole_triangles() -> bool:
+    """Accelerators: products that invert a triangular matrix are of its whole size, most of whose entries are 0.
+
+    They have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
+    """
+    return platform() != "cpu"
+
+
 def unrolls_blocks(num_blocks: int) -> bool:
     """TPU: the scan of recurrent states over few blocks is unrolled.
 

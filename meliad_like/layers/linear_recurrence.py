@@ -21,6 +21,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
+from meliad_like.layers.backend import inverts_whole_triangles
 from meliad_like.layers.sequence import scan_in_order
 
 
@@ -198,14 +199,27 @@ def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Ar
     and a training on two cores was seen to wait forever (jaxlib 0.10.2).
     """
     t = system.shape[-1]
-    if t == 1:
-        return jnp.ones_like(system)
+    if t == 1 or inverts_whole_triangles():
+        return _inverse_of_whole(system)
     half = t // 2
     # Along the first axis, because XLA crashes on CPUs where arrays have many axes (jaxlib 0.10.2).
     diagonal = jnp.concatenate([system[..., :half, :half], system[..., half:, half:]])
     first, second = jnp.split(inverse_of_unit_triangular(diagonal), 2)
     below = -exact_product(second, exact_product(system[..., half:, :half], first))
     return jnp.block([[first, jnp.zeros_like(first)], [below, second]])
+
+
+def _inverse_of_whole(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
+    """As above, where the blocks of all sizes stay in their places: `inverse` is that of the blocks on the diagonal."""
+    block = np.arange(system.shape[-1]) // 2
+    inverse = 2 * jnp.eye(len(block)) - jnp.where(block[:, None] == block, system, 0)
+    while block[-1]:
+        # The lower left quarters of the blocks that are twice as large.
+        is_below = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+        below = jnp.where(is_below, system, 0)
+        inverse -= exact_product(inverse, exact_product(below, inverse))
+        block = block // 2
+    return inverse
 
 
 def check_chunks(config: Any) -> None:
