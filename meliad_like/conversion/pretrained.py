@@ -13,6 +13,7 @@ import safetensors.numpy
 from tokenizers import Tokenizer
 
 from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.conversion.own_decoders import TORCH_MODEL, check_decoder, to_huggingface_decoder
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
 from meliad_like.data.gguf_file import open_gguf
@@ -223,28 +224,36 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
-    run, _, params, vocabulary, _ = open_checkpoint(checkpoint)
-    if not isinstance(run.model, PretrainedConfig):
-        raise UserError(f"{checkpoint} is a {type(run.model).__name__} model: only pretrained ones go back")
+    run, model, params, vocabulary, _ = open_checkpoint(checkpoint)
+    is_pretrained, end = isinstance(run.model, PretrainedConfig), vocabulary.end_of_document
+    if not is_pretrained:
+        check_decoder(run.model, checkpoint)
     folder = new_folder(folder)
-    write_huggingface(Pretrained(run.model, vocabulary.size, params), vocabulary.end_of_document, folder)
+    if is_pretrained:
+        write_huggingface(Pretrained(run.model, vocabulary.size, params), end, folder)
+    else:
+        config, tensors = to_huggingface_decoder(model, params, end)
+        write_json(folder / CONFIG_NAME, config)
+        save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
+        write_whole(folder / TORCH_MODEL.name, TORCH_MODEL.read_bytes())
     # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)
     if (tokenizer := vocabulary.for_tokenizers()) is None:
         print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: only we read it back")
         return
-    text, end = tokenizer
+    text, end_token = tokenizer
     write_whole(folder / TOKENIZER_NAME, text)
     # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, and read the
     # text of a control token as this token.
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
+        "eos_token": end_token,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
     write_json(folder / TOKENIZER_CONFIG_NAME, settings)
     has_token = Tokenizer.from_str(text).id_to_token
-    if unused := [i for i in np.flatnonzero(~vocabulary.writable).tolist() if has_token(i) is None]:
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary.end_of_document)
-        write_json(folder / GENERATION_NAME, ends | {"suppress_tokens": unused})
+    unused = [i for i in np.flatnonzero(~vocabulary.writable).tolist() if has_token(i) is None]
+    if unused or not is_pretrained:
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+        write_json(folder / GENERATION_NAME, ends | ({"suppress_tokens": unused} if unused else {}))
