@@ -1,6 +1,7 @@
 """Our own decoders for Hugging Face's transformers, which reads them with `torch_model.py` in their folder."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ MIXER_SETTINGS: dict[type, Any] = {
     },
 }
 """The mixers that `torch_model.py` has, and the arguments of their classes there."""
+MODULES = {
+    "embedding": "embedding/weight",
+    "/heads/": "/",
+    "feedforward/network": "feedforward",
+    "feedforward/norm": "feedforward_norm",
+    "cell/query": "state_reader/query",
+    "cell/attention_scale": "state_reader/attention_scale",
+    "cell/cross_": "cross_reader/",
+    "cell/": "",
+}
+"""Their names for our modules, where these differ; the first ones are replaced first."""
 # Not a limit of the model. Tools such as the lm-evaluation-harness cut longer texts, and by default after 2,048 tokens.
 MAX_POSITIONS = 1_000_000
 
@@ -93,10 +105,13 @@ def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
 
 def _place(path: str) -> Place:
     """The place of one of our parameters."""
-    path = path.replace("/heads/", "/").replace("feedforward/network", "feedforward")
-    module, _, leaf = path.replace("feedforward/norm", "feedforward_norm").replace("/", ".").rpartition(".")
-    if not module:
-        return Place(f"{leaf}.weight")
+    if match := re.fullmatch(r"(.*gated_delta_rule/)(query|key|value)(/kernel|_filter)", path):
+        owner, part, leaf = match.groups()
+        name = {"/kernel": "inputs", "_filter": "filters"}[leaf]
+        return Place(owner.replace("/", ".") + name, part=("query", "key", "value").index(part))
+    for ours, theirs in MODULES.items():
+        path = path.replace(ours, theirs)
+    module, _, leaf = path.replace("/", ".").rpartition(".")
     return Place(f"{module}.{'weight' if leaf in ('kernel', 'scale') else leaf}", transposed=leaf == "kernel")
 
 

@@ -1,73 +1,62 @@
-"""A decoder that was trained with `meliad_like`, in PyTorch, for Hugging Face's transformers.
+"""A decoder of meliad_like in PyTorch, for Hugging Face's transformers.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
-    book = model(**tokenizer(text, return_tensors="pt"))  # book.logits; and book.cache, which continues the document
+    outputs = model(**tokenizer(text, return_tensors="pt"))
+    more = model(next_tokens, past_key_values=outputs.past_key_values)
 
-A document is read in blocks of `w` tokens (`window_length`). All that the model remembers of it has a constant size: the
-keys and values of the block before and of the present block so far, and what else its layers pass on. So a document of any
-length can be read at once, in parts of any lengths, or token by token; the logits are the same.
+A document is read in blocks of `w` tokens (`window_length`): at once, in parts of any lengths, or token by token, with
+the same logits. What is remembered has a constant size: keys and values since the block before, and states.
 
 Shapes: `b` documents, `n` tokens, `d` channels (`model_width`), `h` heads of `k` channels, `i` channels of all heads
-together, `s` keys, `r` recurrent states, `p` channels of a value of the delta rule, `f` channels of a hidden layer.
+together, `s` keys, `r` recurrent states, `f` channels of a hidden layer, `p` channels of a value of the delta rule.
 """
 
-import dataclasses
-from typing import Any
+import functools
 
-import torch  # type: ignore[import-not-found]  # only where the model is used
+import torch  # type: ignore[import-not-found]  # not a requirement of the package
 import torch.nn.functional as F  # type: ignore[import-not-found]
 from torch import Tensor, nn  # type: ignore[import-not-found]
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel  # type: ignore[import-not-found]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found]
 
 EPSILON, LOWEST = 1e-6, torch.finfo(torch.float32).min
-CHUNK = 64
-"""The number of tokens that the delta rule reads in parallel."""
-OUTPUTS = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)]
-CACHE = "cache" if "cache" in OUTPUTS else "past_key_values"
-"""The name of the memory in transformers, which changed in version 5.24."""
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of the memory in transformers; since version 5.24 it is `cache`."""
 
 Memory = dict[str, Tensor]
-"""What one mixer of one layer remembers of `b` documents. Tensors are never changed in place."""
+"""What a layer remembers of `b` documents, by the names that its mixers give. Tensors are never changed in place."""
+
+Linear, Norm = functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, eps=EPSILON)
 
 
 class MeliadLikeConfig(PretrainedConfig):
-    """The sizes of a decoder. `layers` has the mixers of each layer by name, with their settings, and `feedforward`.
-
-    `max_position_embeddings` is no limit of the model: tools cut longer texts.
-    """
+    """The sizes of a decoder, and in `layers` the arguments of each `Layer`. It has no largest number of positions."""
 
     model_type = "meliad_like"
-    attribute_map = {"hidden_size": "model_width", "num_attention_heads": "num_heads"}
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
 
 class DocumentsMemory:
-    """What all layers remember of `b` documents (`past_key_values`). It can be continued any number of times."""
+    """What the model remembers of `b` documents (`past_key_values`), which can be continued any number of times."""
 
-    is_compileable = False
-    is_linear = ()
+    is_compileable, is_linear = False, ()
 
-    def __init__(self, position: int = 0, layers: list[dict[str, Memory]] | None = None):
+    def __init__(self, position: int, layers: list[Memory]):
         self.position, self.layers = position, layers
-        """The number of tokens that were read, and the memory of each mixer of each layer."""
 
-    def map(self, function) -> list[dict[str, Memory]]:
-        """The memories with a function of each tensor."""
-        return [
-            {name: {key: function(x) for key, x in memory.items()} for name, memory in layer.items()}
-            for layer in self.layers or ()
-        ]
+    def map(self, function) -> list[Memory]:
+        """The memories of the layers with a function of each tensor."""
+        return [{name: function(x) for name, x in memory.items()} for memory in self.layers]
 
-    def get_seq_length(self, layer_index: int = 0) -> int:
+    def get_seq_length(self) -> int:
         return self.position
 
     def reorder_cache(self, lanes: Tensor) -> None:
         """Takes the documents at these indices, for a beam search."""
-        self.layers = self.map(lambda x: x.index_select(0, lanes.to(x.device)))
+        self.layers = self.map(lambda x: x.index_select(0, lanes))
 
 
 def unit(x: Tensor) -> Tensor:
@@ -87,210 +76,142 @@ def merge_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(scores: Tensor, value: Tensor) -> Tensor:
-    """The average of values [b, h, s, k] by the softmax of scores [b, h, n, s]; 0 where all scores are minus infinity."""
-    largest = scores.detach().amax(-1, keepdim=True).clamp(min=LOWEST)
-    weights = (scores - largest).exp()
-    return weights @ value / weights.sum(-1, keepdim=True).clamp(min=1)
+    """The averages of values [b, h, s, k] by the softmax of scores [b, h, n, s]; 0 where all scores are -infinity."""
+    weights = (scores - scores.detach().amax(-1, keepdim=True).clamp(min=LOWEST)).exp()
+    return weights @ value.float() / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
 def rotate(x: Tensor, place: Tensor, first_angle: float) -> Tensor:
-    """Rotary embedding of [b, h, s, k] at places [s]; a place turns the first pair by `first_angle`."""
+    """Rotary embedding of [b, h, s, k] at places [s]; one place turns the first pair of channels by `first_angle`."""
     half = x.shape[-1] // 2
-    rate = first_angle / 10_000 ** (torch.arange(half, device=x.device) / half)
-    angle = place[:, None] * rate
-    first, second = x.chunk(2, dim=-1)
-    sine, cosine = angle.sin(), angle.cos()
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    angle = (place[:, None] / (10_000 ** (torch.arange(half, device=x.device) / half) / first_angle)).repeat(1, 2)
+    return angle.cos() * x + angle.sin() * torch.cat([-x[..., half:], x[..., :half]], dim=-1)
 
 
-def linear(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
-    return nn.Linear(size_in, size_out, bias=bias)
-
-
-class Mixer(nn.Module):
-    """One way in which the tokens of a layer see earlier tokens."""
-
-    def begin(self, b: int) -> Memory:
-        """The memory of `b` documents before their first token."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """The results [b, n, i] for tokens [b, n, d] that lie in one block, and the memory after them."""
-        raise NotImplementedError
-
-    def end_block(self, memory: Memory) -> Memory:
-        """The memory after a block's last token."""
-        return memory
-
-
-class SlidingWindow(Mixer):
-    """Attention of every token to the `w` tokens before it; not to itself.
-
-    scores = scale (unit(query) unit(key) + bias by distance), with a scale for each head.
-    """
+class SlidingWindow(nn.Module):
+    """Attention of each token to the `w` tokens before it, with scores |scale| (unit(query) unit(key) + bias)."""
 
     def __init__(self, config: MeliadLikeConfig):
         super().__init__()
-        self.config, i = config, config.num_heads * config.head_size
-        self.key, self.value, self.query = (linear(config.model_width, i) for _ in range(3))
-        self.attention_scale = nn.Parameter(torch.ones(config.num_heads))
-        self.bias = nn.Parameter(torch.zeros(config.num_heads, config.window_length))
-        """The bias at the distances 1 to w."""
+        self.config, self.h, self.w = config, config.num_heads, config.window_length
+        self.key, self.value, self.query = (Linear(config.model_width, self.h * config.head_size) for _ in range(3))
+        self.attention_scale = nn.Parameter(torch.ones(self.h))
+        self.bias = nn.Parameter(torch.zeros(self.h, self.w))
 
-    def begin(self, b):
-        config = self.config
-        # Tokens of a document's first block see nothing before it, or zeros.
-        size = b, config.num_heads, 0 if config.mask_empty_cache else config.window_length, config.head_size
+    def begin(self, b: int) -> Memory:
+        # The first tokens see nothing before the document, or zeros.
+        size = b, self.h, 0 if self.config.mask_empty_cache else self.w, self.config.head_size
         return {"key": self.bias.new_zeros(size, dtype=torch.float32), "value": self.bias.new_zeros(size)}
 
-    def forward(self, x, memory):
-        h, w, n = self.config.num_heads, self.config.window_length, x.shape[1]
-        query, key = (unit(split_heads(projection(x), h)) for projection in (self.query, self.key))
-        keys = torch.cat([memory["key"], key], dim=2)
-        values = torch.cat([memory["value"], split_heads(self.value(x), h)], dim=2)
-        place = torch.arange(keys.shape[2], device=x.device)
-        distance = place[-n:, None] - place
-        visible = (distance >= 1) & (distance <= w)
-        bias = self.bias.float()[:, (distance - 1).clamp(0, w - 1)]
-        # Only differences of biases matter. Without the largest one they keep their digits at a large scale.
+    def forward(self, x: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        query, key = (unit(split_heads(projection(x), self.h)) for projection in (self.query, self.key))
+        key = torch.cat([memory["key"], key], dim=2)
+        value = torch.cat([memory["value"], split_heads(self.value(x), self.h)], dim=2)
+        of_keys, of_queries = (torch.arange(key.shape[2], device=x.device)[-n:] for n in (key.shape[2], x.shape[1]))
+        distance = of_queries[:, None] - of_keys
+        visible = (distance >= 1) & (distance <= self.w)
+        bias = self.bias.float()[:, (distance - 1).clamp(0, self.w - 1)]
+        # Only differences matter, and without the largest bias they keep their digits at any scale.
         bias = bias - bias.detach().masked_fill(~visible, LOWEST).amax(-1, keepdim=True)
-        placed = keys
-        if self.config.rotary_angle:
-            query, placed = (rotate(y, at, self.config.rotary_angle) for y, at in ((query, place[-n:]), (keys, place)))
-        scale = self.attention_scale.float().abs()[:, None, None]
+        angle, scale = self.config.rotary_angle, self.attention_scale.float().abs()[:, None, None]
+        placed, query = (rotate(key, of_keys, angle), rotate(query, of_queries, angle)) if angle else (key, query)
         scores = ((scale * query) @ placed.mT + scale * bias).masked_fill(~visible, -torch.inf)
-        return merge_heads(attend(scores, values.float()), x.dtype), {"key": keys, "value": values}
+        return merge_heads(attend(scores, value), x.dtype), memory | {"key": key, "value": value}
 
-    def end_block(self, memory):
-        return {name: memory[name][:, :, -self.config.window_length :] for name in ("key", "value")}
+    def end_block(self, memory: Memory) -> Memory:
+        return memory | {name: memory[name][:, :, -self.w :] for name in ("key", "value")}
 
 
-class FixedGate(nn.Module):
-    """g state + (1 - g) update, with g = sigmoid(bias)."""
+class Reader(nn.Module):
+    """Attention of vectors [b, n, d] to all of some keys of unit length, and values, [b, h, s, k]: [b, n, i]."""
 
-    def __init__(self, hidden_width: int, d: int):
+    def __init__(self, config: MeliadLikeConfig):
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(d))
+        self.query = Linear(config.model_width, config.num_heads * config.head_size)
+        self.attention_scale = nn.Parameter(torch.ones(config.num_heads))
 
-    def forward(self, state: Tensor, hidden: Tensor, update: Tensor) -> Tensor:
-        gate = self.bias.sigmoid()
-        return gate * state + (1 - gate) * update
-
-
-class LstmGate(nn.Module):
-    """f state + i update; both gates are functions of `hidden`."""
-
-    def __init__(self, hidden_width: int, d: int):
-        super().__init__()
-        self.forget, self.input = (linear(hidden_width, d, bias=True) for _ in range(2))
-
-    def forward(self, state: Tensor, hidden: Tensor, update: Tensor) -> Tensor:
-        return (self.forget(hidden) + 1).sigmoid() * state + (self.input(hidden) - 1).sigmoid() * update
+    def forward(self, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scale = self.attention_scale.float().abs()[:, None, None]
+        query = scale * unit(split_heads(self.query(x), len(scale)))
+        return merge_heads(attend(query @ key.mT, value), x.dtype)
 
 
 class FeedForward(nn.Module):
-    """relu(x W1 + b1) W2 + b2; the biases may be missing."""
+    """relu(x W1 + b1) W2 + b2, perhaps without the biases."""
 
     def __init__(self, size_in: int, f: int, d: int, bias: bool = False):
         super().__init__()
-        self.hidden, self.output = linear(size_in, f, bias), linear(f, d, bias)
+        self.hidden, self.output = nn.Linear(size_in, f, bias), nn.Linear(f, d, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.output(self.hidden(x).relu())
 
 
-class StateCell(nn.Module):
-    """States [b, r, d] attend to themselves and to the tokens of a block and of the block before, and pass gates.
+class Gate(nn.Module):
+    """keep state + take update: learned numbers, keep = sigmoid(bias) and take = 1 - keep, or functions of `hidden`."""
 
-    `skip`: a gate after the attention. `single`: a gate after a feed-forward network behind the attention. `dual`: both,
-    as the two residual connections of a transformer layer.
+    def __init__(self, kind: str, hidden_width: int, d: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(d)) if kind == "fixed" else None
+        self.forget, self.input = (None if kind == "fixed" else nn.Linear(hidden_width, d) for _ in range(2))
+
+    def forward(self, state: Tensor, hidden: Tensor, update: Tensor) -> Tensor:
+        if self.bias is not None:
+            return self.bias.sigmoid() * state + (1 - self.bias.sigmoid()) * update
+        return (self.forget(hidden) + 1).sigmoid() * state + (self.input(hidden) - 1).sigmoid() * update
+
+
+class RecurrentStates(nn.Module):
+    """Tokens attend to the window and to states [b, r, d] (Block-Recurrent Transformers).
+
+    After a block the states attend to themselves and to the tokens of this block and the one before, and pass a gate
+    behind the attention (`skip`), or behind a feed-forward network that follows it (`single`), or both gates (`dual`).
     """
 
     def __init__(self, config: MeliadLikeConfig, num_states: int, gate: str, cell: str):
         super().__init__()
         self.h, self.cell, d, f = config.num_heads, cell, config.model_width, config.feedforward_width
-        i, gate_class = self.h * config.head_size, {"fixed": FixedGate, "lstm": LstmGate}[gate]
+        i = self.h * config.head_size
+        self.window, self.reader = SlidingWindow(config), Reader(config)
         self.initial, self.identity = (nn.Parameter(torch.zeros(num_states, d)) for _ in range(2))
-        self.norm = nn.RMSNorm(d, EPSILON)
-        self.key, self.value, self.query, self.cross_query = (linear(d, i) for _ in range(4))
-        self.attention_scale, self.cross_attention_scale = (nn.Parameter(torch.ones(self.h)) for _ in range(2))
+        self.norm, self.key, self.value = Norm(d), Linear(d, i), Linear(d, i)
+        self.state_reader, self.cross_reader = Reader(config), Reader(config)
         if cell in ("skip", "dual"):
-            self.output, self.attention_gate = linear(2 * i, d), gate_class(2 * i, d)
-        if cell == "dual":
-            self.feedforward_norm = nn.RMSNorm(d, EPSILON)
+            self.output, self.attention_gate = Linear(2 * i, d), Gate(gate, 2 * i, d)
+        self.feedforward_norm = Norm(d) if cell == "dual" else None
         if cell in ("single", "dual"):
             self.feedforward = FeedForward(d if cell == "dual" else 2 * i, f, d)
-            self.feedforward_gate = gate_class(f, d)
+            self.feedforward_gate = Gate(gate, f, d)
 
-    def project(self, states: Tensor, *projections: nn.Linear) -> list[Tensor]:
-        """Projections [b, h, r, k] of the states with their ids."""
+    def begin(self, b: int) -> Memory:
+        return self._before_block(self.initial.expand(b, -1, -1), self.window.begin(b))
+
+    def _before_block(self, states: Tensor, memory: Memory) -> Memory:
         x = self.norm(states) + self.identity
-        return [split_heads(projection(x), self.h) for projection in projections]
+        key, value = unit(split_heads(self.key(x), self.h)), split_heads(self.value(x), self.h)
+        return memory | {"states": states, "state_key": key, "state_value": value}
 
-    def forward(self, states: Tensor, memory: Memory) -> Tensor:
-        """The states after a block. `memory` has the keys and values of the states before it, and of 2 w tokens."""
-        query, cross_query = self.project(states, self.query, self.cross_query)
-        mixed = torch.cat(
-            [
-                read(query, self.attention_scale, memory["state_key"], memory["state_value"]),
-                read(cross_query, self.cross_attention_scale, memory["key"], memory["value"]),
-            ],
-            dim=-1,
-        )
+    def forward(self, x: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        of_window, memory = self.window(x, memory)
+        of_states = self.reader(x, memory["state_key"], memory["state_value"])
+        return torch.cat([of_window, of_states], dim=-1), memory
+
+    def end_block(self, memory: Memory) -> Memory:
+        states = memory["states"]
+        x = self.norm(states) + self.identity
+        of_states = self.state_reader(x, memory["state_key"], memory["state_value"])
+        mixed = torch.cat([of_states, self.cross_reader(x, memory["key"], memory["value"])], dim=-1)
         if self.cell in ("skip", "dual"):
             states = self.attention_gate(states, mixed, self.output(mixed))
-        if self.cell == "dual":
-            hidden = self.feedforward.hidden(self.feedforward_norm(states)).relu()
-            states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden))
-        if self.cell == "single":
-            hidden = self.feedforward.hidden(mixed).relu()
-            states = self.feedforward_gate(states, hidden, self.feedforward.output(hidden).tanh())
-        return states
+        if self.cell in ("single", "dual"):
+            hidden = self.feedforward.hidden(mixed if self.cell == "single" else self.feedforward_norm(states)).relu()
+            update = self.feedforward.output(hidden)
+            states = self.feedforward_gate(states, hidden, update.tanh() if self.cell == "single" else update)
+        return self._before_block(states, self.window.end_block(memory))
 
 
-def read(query: Tensor, scale: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of queries [b, h, n, k] to all keys, of unit length, and values [b, h, s, k]: [b, n, i]."""
-    scores = (scale.float().abs()[:, None, None] * unit(query)) @ key.mT
-    return merge_heads(attend(scores, value.float()), query.dtype)
-
-
-class StateReader(nn.Module):
-    """The queries with which tokens attend to states."""
-
-    def __init__(self, config: MeliadLikeConfig):
-        super().__init__()
-        self.query = linear(config.model_width, config.num_heads * config.head_size)
-        self.attention_scale = nn.Parameter(torch.ones(config.num_heads))
-
-
-class RecurrentStates(Mixer):
-    """Tokens attend to the window and to states, which every block updates (Block-Recurrent Transformers)."""
-
-    def __init__(self, config: MeliadLikeConfig, num_states: int, gate: str, cell: str):
-        super().__init__()
-        self.window, self.reader = SlidingWindow(config), StateReader(config)
-        self.cell = StateCell(config, num_states, gate, cell)
-
-    def _before_block(self, states: Tensor, window: Memory) -> Memory:
-        """The memory before a block, with the keys and values of the states, which stay the same for the block."""
-        key, value = self.cell.project(states, self.cell.key, self.cell.value)
-        return window | {"states": states, "state_key": unit(key), "state_value": value}
-
-    def begin(self, b):
-        return self._before_block(self.cell.initial.expand(b, -1, -1), self.window.begin(b))
-
-    def forward(self, x, memory):
-        mixed, window = self.window(x, memory)
-        query = split_heads(self.reader.query(x), self.cell.h)
-        of_states = read(query, self.reader.attention_scale, memory["state_key"], memory["state_value"])
-        return torch.cat([mixed, of_states], dim=-1), memory | window
-
-    def end_block(self, memory):
-        return self._before_block(self.cell(memory["states"], memory), self.window.end_block(memory))
-
-
-class GatedDeltaRule(Mixer):
-    """A matrix S for each head, which maps keys to values, forgets, and is corrected by every token (Yang et al. 2024):
+class GatedDeltaRule(nn.Module):
+    """A matrix S for each head that maps keys to values, forgets, and is corrected by every token (Yang et al. 2024):
 
     S_t = S_{t-1} alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t / sqrt(k)
     """
@@ -298,155 +219,132 @@ class GatedDeltaRule(Mixer):
     def __init__(self, config: MeliadLikeConfig, num_heads: int, value_size: int, conv_length: int):
         super().__init__()
         self.h, self.groups, d = num_heads, config.num_heads, config.model_width
-        of_keys, of_values = config.num_heads * config.head_size, num_heads * value_size
-        self.query, self.key, self.value = (linear(d, width) for width in (of_keys, of_keys, of_values))
-        self.query_filter, self.key_filter, self.value_filter = (
-            nn.Parameter(torch.zeros(conv_length, width)) for width in (of_keys, of_keys, of_values)
-        )
-        self.strength, self.decay, self.gate = (linear(d, width) for width in (num_heads, num_heads, of_values))
-        self.log_rate, self.step_bias = (nn.Parameter(torch.zeros(num_heads)) for _ in range(2))
+        self.widths = [config.num_heads * config.head_size] * 2 + [num_heads * value_size]
+        # The projections to queries, keys and values, and the filters of their convolution.
+        self.inputs = nn.Parameter(torch.zeros(d, sum(self.widths)))
+        self.filters = nn.Parameter(torch.zeros(conv_length, sum(self.widths)))
+        self.strength, self.decay, self.gate = Linear(d, num_heads), Linear(d, num_heads), Linear(d, self.widths[2])
+        self.log_rate, self.step_bias = nn.Parameter(torch.zeros(num_heads)), nn.Parameter(torch.zeros(num_heads))
         self.norm_scale = nn.Parameter(torch.ones(value_size))
 
-    def begin(self, b):
-        (taps, of_keys), of_values = self.key_filter.shape, self.value_filter.shape[1]
-        matrix = self.log_rate.new_zeros(b, self.h, of_values // self.h, of_keys // self.groups, dtype=torch.float32)
-        return {"matrix": matrix, "recent": self.key_filter.new_zeros(b, taps - 1, 2 * of_keys + of_values)}
+    def begin(self, b: int) -> Memory:
+        size = b, self.h, len(self.norm_scale), self.widths[0] // self.groups
+        recent = self.filters.new_zeros(b, len(self.filters) - 1, sum(self.widths))
+        return {"matrix": self.log_rate.new_zeros(size, dtype=torch.float32), "recent": recent}
 
-    def forward(self, x, memory):
-        inputs = torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
-        inputs = torch.cat([memory["recent"], inputs], dim=1)
-        filters = torch.cat([self.query_filter, self.key_filter, self.value_filter], dim=-1)
-        taps, of_keys = self.key_filter.shape
-        convolved = F.conv1d(inputs.float().mT, filters.float().T[:, None], groups=filters.shape[1]).mT
-        query, key, value = F.silu(convolved).split([of_keys, of_keys, filters.shape[1] - 2 * of_keys], dim=-1)
-        query, key = (
-            unit(split_heads(y, self.groups)).repeat_interleave(self.h // self.groups, dim=1) for y in (query, key)
-        )
-        query, value = query * query.shape[-1] ** -0.5, split_heads(value, self.h)
-        strength = self.strength(x).float().sigmoid().mT  # beta, [b, h, n]
+    def forward(self, x: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        inputs = torch.cat([memory["recent"], x @ self.inputs], dim=1)
+        filters = self.filters.float().T[:, None]
+        convolved = F.silu(F.conv1d(inputs.float().mT, filters, groups=len(filters))).mT
+        query, key, value = convolved.split(self.widths, dim=-1)
+        shared = self.h // self.groups  # The number of heads of values that share a query and a key.
+        query, key = (unit(split_heads(y, self.groups)).repeat_interleave(shared, dim=1) for y in (query, key))
+        strength = self.strength(x).float().sigmoid().mT  # [b, h, n], as the logarithms of alpha.
         log_decay = -(self.log_rate.float().exp() * F.softplus(self.decay(x).float() + self.step_bias)).mT
         matrix, results = memory["matrix"], []
-        for chunk in zip(*(y.split(CHUNK, dim=2) for y in (query, key, value, strength, log_decay))):
-            matrix, y = self.read_chunk(matrix, *chunk)
-            results.append(y)
-        y = torch.cat(results, dim=2)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON) * self.norm_scale
+        by_token = query / key.shape[-1] ** 0.5, key, split_heads(value, self.h), strength, log_decay
+        for chunk in zip(*(y.split(64, dim=2) for y in by_token)):
+            matrix, read = self.read_chunk(matrix, *chunk)
+            results.append(read)
+        y = F.rms_norm(torch.cat(results, dim=2), self.norm_scale.shape, self.norm_scale.float(), EPSILON)
         y = y * F.silu(split_heads(self.gate(x), self.h).float())
-        return merge_heads(y, x.dtype), {"matrix": matrix, "recent": inputs[:, inputs.shape[1] - taps + 1 :]}
+        return merge_heads(y, x.dtype), memory | {"matrix": matrix, "recent": inputs[:, x.shape[1] :]}
+
+    end_block = staticmethod(lambda memory: memory)
 
     @staticmethod
     def read_chunk(matrix, query, key, value, strength, log_decay) -> tuple[Tensor, Tensor]:
-        """The matrices [b, h, p, k] after some tokens, and what each of them reads, [b, h, n, p].
+        """The matrices [b, h, p, k] after some tokens, and what each of these reads, [b, h, n, p].
 
         With g_t, the product of the decays up to t, S_t = g_t S_0 + sum_{s <= t} (g_t / g_s) u_s k_s^T, and the
         corrections u_t solve u_t + beta_t sum_{s < t} (g_t / g_s) (k_t k_s) u_s = beta_t (v_t - g_t S_0 k_t).
         """
-        ones = torch.ones(key.shape[2], key.shape[2], device=key.device)
-        # Sums of logarithms, without differences, which would lose digits after a strong decay.
-        decays = (ones.tril() @ (log_decay[..., None] * ones.tril(-1))).exp().tril()  # g_t / g_s
+        ones, strength = torch.ones(key.shape[2], key.shape[2], device=key.device), strength[..., None]
+        # Logarithms are only added: a difference of sums would have no digits left after a strong decay.
+        between = (ones.tril() @ (log_decay[..., None] * ones.tril(-1))).exp().tril()  # g_t / g_s
         decay = log_decay.cumsum(-1).exp()[..., None]  # g_t
-        strength = strength[..., None]
-        system = (strength * decays * (key @ key.mT)).tril(-1) + torch.eye(len(ones), device=key.device)
+        system = (strength * between * (key @ key.mT)).tril(-1)
         known = strength * (value - decay * (key @ matrix.mT))
         update = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-        results = (decays * (query @ key.mT)) @ update + decay * (query @ matrix.mT)
-        return decay[:, :, -1:] * matrix + update.mT @ (decays[:, :, -1, :, None] * key), results
+        results = (between * (query @ key.mT)) @ update + decay * (query @ matrix.mT)
+        return decay[:, :, -1:] * matrix + update.mT @ (between[:, :, -1, :, None] * key), results
 
 
 MIXERS = {"sliding_window": SlidingWindow, "recurrent_states": RecurrentStates, "gated_delta_rule": GatedDeltaRule}
 
 
 class Layer(nn.Module):
-    """x + output(mixers(norm(x))), then x + feedforward(norm(x)); a layer may lack either of the two."""
+    """x + output(mixers(norm(x))), then x + feedforward(norm(x)); a layer may lack either of the two.
 
-    def __init__(self, config: MeliadLikeConfig, mixers: dict[str, Any], width: int, feedforward: bool):
+    A mixer is one way in which tokens see earlier ones. `begin(b)` is its memory of `b` documents before their first
+    token. `mixer(x, memory)` are its results for the next tokens of a block, [b, n, d] -> [b, n, i], and its memory
+    then. `end_block(memory)` is its memory after a whole block.
+    """
+
+    def __init__(self, config: MeliadLikeConfig, mixers: dict[str, dict], width: int, feedforward: bool):
+        """`mixers`: the arguments of each. `width`: the number of channels of all their results."""
         super().__init__()
-        d, self.has_feedforward = config.model_width, feedforward
+        d, f = config.model_width, config.feedforward_width
         self.mixers = nn.ModuleDict({name: MIXERS[name](config, **mixers[name]) for name in sorted(mixers)})
-        if mixers:
-            self.norm, self.output = nn.RMSNorm(d, EPSILON), linear(width, d)
-        if feedforward:
-            self.feedforward_norm = nn.RMSNorm(d, EPSILON)
-            self.feedforward = FeedForward(d, config.feedforward_width, d, config.feedforward_bias)
+        self.norm, self.output = (Norm(d), Linear(width, d)) if mixers else (None, None)
+        self.feedforward_norm = Norm(d) if feedforward else None
+        self.feedforward = FeedForward(d, f, d, config.feedforward_bias) if feedforward else None
 
-    def forward(self, x: Tensor, memories: dict[str, Memory]) -> tuple[Tensor, dict[str, Memory]]:
-        """The layer's output [b, n, d] for tokens that lie in one block, and the memories of its mixers."""
-        if self.mixers:
-            normed = self.norm(x)
-            results = {name: mixer(normed, memories[name]) for name, mixer in self.mixers.items()}
-            x = x + self.output(torch.cat([result for result, _ in results.values()], dim=-1))
-            memories = {name: memory for name, (_, memory) in results.items()}
-        return x + self.feedforward(self.feedforward_norm(x)) if self.has_feedforward else x, memories
+    def begin(self, b: int) -> Memory:
+        return {name: x for mixer in self.mixers.values() for name, x in mixer.begin(b).items()}
+
+    def forward(self, x: Tensor, memory: Memory, ends: bool) -> tuple[Tensor, Memory]:
+        """The layer's output [b, n, d] for tokens of a block, which may end with them, and the memory after them."""
+        normed, results = self.norm(x) if self.norm else x, []
+        for mixer in self.mixers.values():
+            result, memory = mixer(normed, memory)
+            memory = mixer.end_block(memory) if ends else memory
+            results.append(result)
+        x = x + self.output(torch.cat(results, dim=-1)) if results else x
+        return x + self.feedforward(self.feedforward_norm(x)) if self.feedforward else x, memory
 
 
 class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder. It reads one block, or a part of it, after the other, with one memory for all lanes."""
+    """The decoder: it reads a document block by block through all layers."""
 
     config_class = MeliadLikeConfig
-    _no_split_modules = ["Layer"]
-    _is_stateful = True  # The memory can't be cut back to fewer tokens.
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _input_embed_layer = "embedding"
+    _is_stateful = True
+    _supports_default_dynamic_cache = classmethod(lambda cls: False)
 
     def __init__(self, config: MeliadLikeConfig):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.model_width)
         self.layers = nn.ModuleList(Layer(config, **layer) for layer in config.layers)
-        self.final_norm = nn.RMSNorm(config.model_width, EPSILON)
+        self.final_norm = Norm(config.model_width)
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.embedding
-
-    def set_input_embeddings(self, value):
-        self.embedding = value
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
     def forward(
-        self,
-        input_ids: Tensor,
-        cache: DocumentsMemory | None = None,
-        past_key_values: DocumentsMemory | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool = True,
-        logits_to_keep: int = 0,
-        **loss_settings,
-    ) -> CausalLMOutputWithPast:
-        """Reads tokens [b, n], which begin documents or continue those of a memory (under either name).
+        self, input_ids, cache=None, past_key_values=None, attention_mask=None, labels=None, use_cache=True,
+        logits_to_keep=0, **kwargs,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """Reads tokens [b, n] of documents, from their beginning or after what a memory has read (under either name).
 
-        Returns the logits [b, n, v] of the next tokens, or of the last few, and the memory; the gradient stops there.
+        Returns the logits [b, n, v] of the next tokens, or the last of them, and the memory; the gradient ends there.
         """
         if attention_mask is not None and (attention_mask.diff(dim=1) > 0).any():
-            raise ValueError("documents begin at their first token: pad them on the right, or read them one by one")
-        memory = cache or past_key_values or DocumentsMemory()
-        position, w = memory.position, self.config.window_length
-        layers = memory.map(Tensor.detach) or [
-            {name: mixer.begin(len(input_ids)) for name, mixer in layer.mixers.items()} for layer in self.layers
-        ]
-        # Up to the end of the present block, then block by block.
-        ends, outputs = range(w - position % w, input_ids.shape[1], w), []
-        for tokens in input_ids.tensor_split(list(ends), dim=1):
-            x = self.embedding(tokens)
+            raise ValueError("documents of different lengths can't be padded on the left: read them one by one")
+        memory, w, outputs = cache or past_key_values, self.config.window_length, []
+        position = memory.position if memory else 0
+        layers = memory.map(Tensor.detach) if memory else [layer.begin(len(input_ids)) for layer in self.layers]
+        for tokens in input_ids.tensor_split([*range(w - position % w, input_ids.shape[1], w)], dim=1):
+            x, position = self.embedding(tokens), position + tokens.shape[1]
             for i, layer in enumerate(self.layers):
-                x, layers[i] = layer(x, layers[i])
+                x, layers[i] = layer(x, layers[i], ends=position % w == 0)
             outputs.append(x)
-            position += tokens.shape[1]
-            if position % w == 0:
-                layers = [
-                    {name: mixer.end_block(layers[i][name]) for name, mixer in layer.mixers.items()}
-                    for i, layer in enumerate(self.layers)
-                ]
-        hidden = self.final_norm(torch.cat(outputs, dim=1)[:, -logits_to_keep:])
-        logits = self.config.logit_scale * F.linear(hidden, self.embedding.weight).float()
-        loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **loss_settings)
-        memory = DocumentsMemory(position, layers)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **({CACHE: memory} if use_cache else {}))
+        x = self.final_norm(torch.cat(outputs, dim=1)[:, -logits_to_keep:])
+        logits = self.config.logit_scale * F.linear(x, self.embedding.weight).float()
+        loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
+        memory = DocumentsMemory(position, layers) if use_cache else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: memory})
 
-    def prepare_inputs_for_generation(self, input_ids, cache=None, past_key_values=None, use_cache=True, **inputs):
-        """The tokens that the memory has not read, of documents from their beginning."""
+    def prepare_inputs_for_generation(self, input_ids, cache=None, past_key_values=None, attention_mask=None, **kwargs):
         memory = cache or past_key_values
-        read = memory.position if memory else 0
-        kept = {name: inputs[name] for name in ("attention_mask", "logits_to_keep") if name in inputs}
-        return {"input_ids": input_ids[:, read:], "cache": memory, "use_cache": use_cache, **kept}
+        inputs = {"input_ids": input_ids[:, memory.position if memory else 0 :], "attention_mask": attention_mask}
+        return inputs | {CACHE: memory} | {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
