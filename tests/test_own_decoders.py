@@ -47,7 +47,8 @@ MODELS = {
     "hybrid": HYBRID,
     "positions": dataclasses.replace(SLIDE, position=Alibi(learned_slope=True, bound="by_head")),
 }
-MODELS |= {f"{name}, unmasked": dataclasses.replace(MODELS[name], mask_empty_cache=False) for name in MODELS}
+UNMASKED = ("slide", "fixed:skip", "hybrid")
+MODELS |= {f"{name}, unmasked": dataclasses.replace(MODELS[name], mask_empty_cache=False) for name in UNMASKED}
 NEEDED = ("torch", "transformers")
 needs_torch = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason="pip install torch")
 
@@ -60,7 +61,7 @@ def exported(config, tmp_path):
 
     def change(path, x):
         noise = chance.normal(size=x.shape)
-        return jnp.asarray(30 * noise if path.endswith("attention_scale") else x + 0.3 * noise, jnp.float32)
+        return jnp.asarray(5 * noise if path.endswith("attention_scale") else x + 0.2 * noise, jnp.float32)
 
     fresh = model.init(jax.random.key(0))
     params = jax.tree.unflatten(jax.tree.structure(fresh), [change(*item) for item in named_arrays(fresh).items()])
@@ -125,8 +126,10 @@ def test_logits_are_ours(name, tmp_path):
 
     w = MODELS[name].window_length
     n = 3 * w + w // 2 + 1
-    tokens = np.random.default_rng(1).integers(0, 257, (2, n))
-    expected = np.stack([lm.forward(row).logits for row in tokens])
+    tokens, start = np.random.default_rng(1).integers(0, 257, (2, 4 * w)), np.eye(1, 4, dtype=bool).repeat(2, axis=0)
+    module = lm.model.bind(lm.params)
+    hidden, _ = jax.jit(lambda tokens: module(tokens, module.init_carry(2), start))(tokens)
+    tokens, expected = tokens[:, :n], np.asarray(module.logits(hidden))[:, :n]
     for lengths in ([n], [w] * 4, [1, w, w - 2, 2 * w], [1] * n):
         memory, logits = None, []
         for part in np.split(tokens, np.cumsum(lengths), axis=1):
