@@ -152,11 +152,14 @@ class Gate(nn.Module):
 
     def __init__(self, kind: str, hidden_width: int, d: int):
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(d)) if kind == "fixed" else None
-        self.forget, self.input = (None if kind == "fixed" else nn.Linear(hidden_width, d) for _ in range(2))
+        self.kind = kind
+        if kind == "fixed":
+            self.bias = nn.Parameter(torch.zeros(d))
+        else:
+            self.forget, self.input = nn.Linear(hidden_width, d), nn.Linear(hidden_width, d)
 
     def forward(self, state: Tensor, hidden: Tensor, update: Tensor) -> Tensor:
-        if self.bias is not None:
+        if self.kind == "fixed":
             return self.bias.sigmoid() * state + (1 - self.bias.sigmoid()) * update
         return (self.forget(hidden) + 1).sigmoid() * state + (self.input(hidden) - 1).sigmoid() * update
 
@@ -178,8 +181,8 @@ class RecurrentStates(nn.Module):
         self.state_reader, self.cross_reader = Reader(config), Reader(config)
         if cell in ("skip", "dual"):
             self.output, self.attention_gate = Linear(2 * i, d), Gate(gate, 2 * i, d)
-        self.feedforward_norm = Norm(d) if cell == "dual" else None
         if cell in ("single", "dual"):
+            self.feedforward_norm = Norm(d) if cell == "dual" else nn.Identity()
             self.feedforward = FeedForward(d if cell == "dual" else 2 * i, f, d)
             self.feedforward_gate = Gate(gate, f, d)
 
@@ -284,24 +287,25 @@ class Layer(nn.Module):
     def __init__(self, config: MeliadLikeConfig, mixers: dict[str, dict], width: int, feedforward: bool):
         """`mixers`: the arguments of each. `width`: the number of channels of all their results."""
         super().__init__()
-        d, f = config.model_width, config.feedforward_width
+        d, self.has_feedforward = config.model_width, feedforward
         self.mixers = nn.ModuleDict({name: MIXERS[name](config, **mixers[name]) for name in sorted(mixers)})
-        self.norm, self.output = (Norm(d), Linear(width, d)) if mixers else (None, None)
-        self.feedforward_norm = Norm(d) if feedforward else None
-        self.feedforward = FeedForward(d, f, d, config.feedforward_bias) if feedforward else None
+        self.norm, self.output = (Norm(d), Linear(width, d)) if mixers else (nn.Identity(), nn.Identity())
+        if feedforward:
+            self.feedforward_norm = Norm(d)
+            self.feedforward = FeedForward(d, config.feedforward_width, d, config.feedforward_bias)
 
     def begin(self, b: int) -> Memory:
         return {name: x for mixer in self.mixers.values() for name, x in mixer.begin(b).items()}
 
     def forward(self, x: Tensor, memory: Memory, ends: bool) -> tuple[Tensor, Memory]:
         """The layer's output [b, n, d] for tokens of a block, which may end with them, and the memory after them."""
-        normed, results = self.norm(x) if self.norm else x, []
+        normed, results = self.norm(x), []
         for mixer in self.mixers.values():
             result, memory = mixer(normed, memory)
             memory = mixer.end_block(memory) if ends else memory
             results.append(result)
         x = x + self.output(torch.cat(results, dim=-1)) if results else x
-        return x + self.feedforward(self.feedforward_norm(x)) if self.feedforward else x, memory
+        return x + self.feedforward(self.feedforward_norm(x)) if self.has_feedforward else x, memory
 
 
 class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -338,8 +342,8 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
             for i, layer in enumerate(self.layers):
                 x, layers[i] = layer(x, layers[i], ends=position % w == 0)
             outputs.append(x)
-        x = self.final_norm(torch.cat(outputs, dim=1)[:, -logits_to_keep:])
-        logits = self.config.logit_scale * F.linear(x, self.embedding.weight).float()
+        hidden = self.final_norm(torch.cat(outputs, dim=1)[:, -logits_to_keep:])
+        logits = self.config.logit_scale * F.linear(hidden, self.embedding.weight).float()
         loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
         memory = DocumentsMemory(position, layers) if use_cache else None
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: memory})
