@@ -24,11 +24,7 @@ from meliad_like.models.model import Model
 
 MODEL, TOKENIZER = (Path(__file__).with_name(name) for name in ("torch_model.py", "torch_tokenizer.py"))
 """The files that are copied into the folder. They are not imported, because PyTorch is not a requirement."""
-SAME = (
-    *("model_width", "num_heads", "head_size", "feedforward_width", "feedforward_bias", "window_length"),
-    "mask_empty_cache",
-)
-"""The fields of `DecoderConfig` that config.json has, too."""
+SIZES = ("model_width", "num_heads", "head_size", "feedforward_width", "window_length")
 POSITION_NAMES = ("none", "t5", "fourier", "alibi", "network", "orthogonal", "rotary")
 """Biases by distance, whatever they are computed from, and rotations."""
 MIXER_SETTINGS: dict[type, Any] = {
@@ -50,8 +46,6 @@ MODULES = {
     "cell/": "",
 }
 """Their names for our modules, where these differ; the first ones are replaced first."""
-# Not a limit of the model. Tools such as the lm-evaluation-harness cut longer texts, and by default after 2,048 tokens.
-MAX_POSITIONS = 1_000_000
 
 
 def check_decoder(config: Any, owner: str | Path) -> None:
@@ -59,11 +53,11 @@ def check_decoder(config: Any, owner: str | Path) -> None:
     if not isinstance(config, DecoderConfig):
         parts = [f"a {type(config).__name__} model"]
     else:
-        position = POSITIONS.name_of(config.position)
-        parts = [f"layers of the kind {LAYERS.name_of(kind)}" for kind in config.layer_kinds]
+        parts = [config.needs_segments] if config.needs_segments else []
+        parts += [f"layers of the kind {LAYERS.name_of(kind)}" for kind in config.layer_kinds]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
-        parts += [config.needs_segments] if config.needs_segments else []
-        parts += [] if position in POSITION_NAMES else [f"positions of the kind {position}"]
+        if (position := POSITIONS.name_of(config.position)) not in POSITION_NAMES:
+            parts.append(f"positions of the kind {position}")
     if parts:
         covered = ", ".join(name for name, mixer in MIXERS.items() if mixer in MIXER_SETTINGS)
         raise UserError(
@@ -74,8 +68,7 @@ def check_decoder(config: Any, owner: str | Path) -> None:
 
 def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of config.json, and the tensors by their names in `torch_model.py`."""
-    config = model.config
-    assert isinstance(config, DecoderConfig)
+    config: Any = model.config
     classes = {"AutoConfig": "MeliadLikeConfig", "AutoModelForCausalLM": "MeliadLikeForCausalLM"}
     settings = {
         "model_type": "meliad_like",
@@ -84,9 +77,10 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
         "dtype": "float32",
         "vocab_size": model.vocabulary_size,
         "eos_token_id": end_of_document,
-        "max_position_embeddings": MAX_POSITIONS,
+        # Not a limit of the model: the lm-evaluation-harness cuts longer texts, and by default after 2,048 tokens.
+        "max_position_embeddings": 1_000_000,
         "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in SAME},
+        **{name: getattr(config, name) for name in (*SIZES, "feedforward_bias", "mask_empty_cache")},
         "logit_scale": config.model_width**-0.5 if config.logit_scale is None else config.logit_scale,
         # The angle by which a place turns the first pair of a head's channels; 0: none.
         "rotary_angle": {"1": 1.0, "pi": math.pi}[config.position.unit] if isinstance(config.position, Rotary) else 0.0,
@@ -97,18 +91,16 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
 
 
 def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
-    mixers = shape.layers[index]
-    settings = {MIXERS.name_of(mixer): MIXER_SETTINGS[type(mixer)](mixer, shape) for mixer in mixers}
-    width = sum(mixer.width(shape) for mixer in mixers)
-    return {"mixers": settings, "width": width, "feedforward": index in shape.feedforward_layers}
+    mixers = {MIXERS.name_of(mixer): MIXER_SETTINGS[type(mixer)](mixer, shape) for mixer in shape.layers[index]}
+    width = sum(mixer.width(shape) for mixer in shape.layers[index])
+    return {"mixers": mixers, "width": width, "feedforward": index in shape.feedforward_layers}
 
 
 def _place(path: str) -> Place:
     """The place of one of our parameters."""
     if match := re.fullmatch(r"(.*gated_delta_rule/)(query|key|value)(/kernel|_filter)", path):
-        owner, part, leaf = match.groups()
-        name = {"/kernel": "inputs", "_filter": "filters"}[leaf]
-        return Place(owner.replace("/", ".") + name, part=("query", "key", "value").index(part))
+        name = "inputs" if match[3] == "/kernel" else "filters"
+        return Place(match[1].replace("/", ".") + name, part=("query", "key", "value").index(match[2]))
     for ours, theirs in MODULES.items():
         path = path.replace(ours, theirs)
     module, _, leaf = path.replace("/", ".").rpartition(".")
@@ -117,10 +109,10 @@ def _place(path: str) -> Place:
 
 def _biases(model: Model, params: Any) -> dict[str, np.ndarray]:
     """The biases by distance, [h, w], of all windows, whatever they are computed from."""
-    heads = {path: node for path, node in nnx.iter_graph(model.bind(params)) if isinstance(node, TokenHeads)}
     return {
         _place("/".join(map(str, (*path, "bias")))).name: np.asarray(node.position.bias(node.num_heads, node.w))
-        for path, node in heads.items()
+        for path, node in nnx.iter_graph(model.bind(params))
+        if isinstance(node, TokenHeads)
     }
 
 

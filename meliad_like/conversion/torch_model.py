@@ -25,10 +25,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore
 EPSILON, LOWEST = 1e-6, torch.finfo(torch.float32).min
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the memory in transformers; since version 5.24 it is `cache`."""
-
 Memory = dict[str, Tensor]
 """What a layer remembers of `b` documents, by the names that its mixers give. Tensors are never changed in place."""
-
 Linear, Norm = functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, eps=EPSILON)
 
 
@@ -61,8 +59,7 @@ class DocumentsMemory:
 
 def unit(x: Tensor) -> Tensor:
     """Vectors of unit length, float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+    return x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPSILON)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -152,14 +149,13 @@ class Gate(nn.Module):
 
     def __init__(self, kind: str, hidden_width: int, d: int):
         super().__init__()
-        self.kind = kind
         if kind == "fixed":
             self.bias = nn.Parameter(torch.zeros(d))
         else:
             self.forget, self.input = nn.Linear(hidden_width, d), nn.Linear(hidden_width, d)
 
     def forward(self, state: Tensor, hidden: Tensor, update: Tensor) -> Tensor:
-        if self.kind == "fixed":
+        if hasattr(self, "bias"):
             return self.bias.sigmoid() * state + (1 - self.bias.sigmoid()) * update
         return (self.forget(hidden) + 1).sigmoid() * state + (self.input(hidden) - 1).sigmoid() * update
 
@@ -173,12 +169,12 @@ class RecurrentStates(nn.Module):
 
     def __init__(self, config: MeliadLikeConfig, num_states: int, gate: str, cell: str):
         super().__init__()
-        self.h, self.cell, d, f = config.num_heads, cell, config.model_width, config.feedforward_width
-        i = self.h * config.head_size
-        self.window, self.reader = SlidingWindow(config), Reader(config)
+        self.h, self.cell, i = config.num_heads, cell, config.num_heads * config.head_size
+        d, f = config.model_width, config.feedforward_width
         self.initial, self.identity = (nn.Parameter(torch.zeros(num_states, d)) for _ in range(2))
         self.norm, self.key, self.value = Norm(d), Linear(d, i), Linear(d, i)
-        self.state_reader, self.cross_reader = Reader(config), Reader(config)
+        self.window = SlidingWindow(config)
+        self.reader, self.state_reader, self.cross_reader = (Reader(config) for _ in range(3))
         if cell in ("skip", "dual"):
             self.output, self.attention_gate = Linear(2 * i, d), Gate(gate, 2 * i, d)
         if cell in ("single", "dual"):
@@ -240,7 +236,7 @@ class GatedDeltaRule(nn.Module):
         filters = self.filters.float().T[:, None]
         convolved = F.silu(F.conv1d(inputs.float().mT, filters, groups=len(filters))).mT
         query, key, value = convolved.split(self.widths, dim=-1)
-        shared = self.h // self.groups  # The number of heads of values that share a query and a key.
+        shared = self.h // self.groups  # Heads of values with the same query and key.
         query, key = (unit(split_heads(y, self.groups)).repeat_interleave(shared, dim=1) for y in (query, key))
         strength = self.strength(x).float().sigmoid().mT  # [b, h, n], as the logarithms of alpha.
         log_decay = -(self.log_rate.float().exp() * F.softplus(self.decay(x).float() + self.step_bias)).mT
