@@ -13,11 +13,14 @@ import pytest
 import safetensors.numpy
 from families import BYTES, CONFIGS, SLIDE, W
 from harness_items import items
+from test_export import TEXT, sentencepiece
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.own_decoders import check_decoder
+from meliad_like.conversion.own_decoders import check_decoder, tokenizer_settings
 from meliad_like.conversion.pretrained import convert_to_huggingface
+from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -53,21 +56,21 @@ NEEDED = ("torch", "transformers")
 needs_torch = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason="pip install torch")
 
 
-def exported(config, tmp_path):
-    """A model with large scales of attention, and parameters that are not those of a beginning, and its folder."""
+def exported(config, tmp_path, vocabulary=BYTES):
+    """A model whose parameters are not those of a beginning, and its folder."""
     chance, segment = np.random.default_rng(0), 4 * config.window_length
     data = LanesReaderConfig(segment_length=segment, tokens_per_step=segment)
-    run, model = RunConfig(model=config, data=data), Model(config, BYTES.size)
+    run, model = RunConfig(model=config, data=data), Model(config, vocabulary.size)
 
     def change(path, x):
         noise = chance.normal(size=x.shape)
-        return jnp.asarray(5 * noise if path.endswith("attention_scale") else x + 0.2 * noise, jnp.float32)
+        return jnp.asarray(2 * noise if path.endswith("attention_scale") else x + 0.1 * noise, jnp.float32)
 
     fresh = model.init(jax.random.key(0))
     params = jax.tree.unflatten(jax.tree.structure(fresh), [change(*item) for item in named_arrays(fresh).items()])
-    write_checkpoint(tmp_path / "ours", params, run, BYTES)
+    write_checkpoint(tmp_path / "ours", params, run, vocabulary)
     convert_to_huggingface(tmp_path / "ours", tmp_path / "theirs")
-    return LanguageModel(OpenedCheckpoint(run, model, params, BYTES, 0)), tmp_path / "theirs"
+    return LanguageModel(OpenedCheckpoint(run, model, params, vocabulary, 0)), tmp_path / "theirs"
 
 
 def opened(folder):
@@ -114,6 +117,22 @@ def test_a_folder_has_all_parameters_and_needs_nothing_else(tmp_path):
     imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))}
     assert imports == {"functools", "torch", "transformers"}
     assert {"tokenizer.json", "generation_config.json"} < {path.name for path in folder.iterdir()}
+
+
+def test_a_vocabulary_without_a_tokenizer_gets_none():
+    counted = DictionaryVocabulary([("a", 2), ("b", 1)])
+    changing = SentencePieceVocabularyConfig(size=290, keep_whitespace=False).make([TEXT * 9])
+    assert tokenizer_settings(counted) is None and tokenizer_settings(changing) is None
+
+
+@needs_torch
+def test_the_tokens_of_a_unigram_model_are_ours(tmp_path):
+    vocabulary = sentencepiece("unigram")
+    _, tokenizer = opened(exported(SLIDE, tmp_path, vocabulary)[1])
+    for text in (TEXT, "", " a  \u2581b", *TEXT):
+        tokens = vocabulary.encode(text).tolist()
+        assert tokenizer(text)["input_ids"] == tokens and tokenizer.decode(tokens) == text
+    assert tokenizer.eos_token_id == vocabulary.end_of_document
 
 
 @needs_torch

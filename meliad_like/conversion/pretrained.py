@@ -260,8 +260,8 @@ def _write_tokenizer(vocabulary: Vocabulary, folder: Path, *, with_code: bool) -
         write_whole(folder / own_decoders.TOKENIZER.name, own_decoders.TOKENIZER.read_bytes())
     else:
         return False
-    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, and read the
-    # text of a control token as this token.
+    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, read the text
+    # of a control token as this token, and add inputs that models don't have.
     more = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
-    write_json(folder / TOKENIZER_CONFIG_NAME, settings | more)
+    write_json(folder / TOKENIZER_CONFIG_NAME, settings | more | {"model_input_names": ["input_ids", "attention_mask"]})
     return True

@@ -10,7 +10,6 @@ class MeliadLikeTokenizer(PreTrainedTokenizer):
     """Any text to tokens and back, as its model reads it. Nothing is put before or after it."""
 
     vocab_files_names = {"vocab_file": "sentencepiece.model"}  # noqa: RUF012
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file: str, **settings):
         self.vocab_file, self.model = vocab_file, sentencepiece.SentencePieceProcessor(model_file=vocab_file)
