@@ -178,6 +178,7 @@ def test_transformers_writes_what_we_write(tmp_path):
     padded = {"input_ids": whole.sequences[:, :3], "attention_mask": whole.sequences.new_tensor([[0, 1, 1]])}
     with pytest.raises(ValueError, match="can't be padded on the left: read them one by one"):
         model(**padded)
+    assert model(**(padded | {"attention_mask": padded["attention_mask"].flip(1).bool()})).logits.shape == (1, 3, 257)
 
 
 @needs_torch

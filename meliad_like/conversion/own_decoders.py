@@ -68,7 +68,8 @@ def check_decoder(config: Any, owner: str | Path) -> None:
 
 def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of config.json, and the tensors by their names in `torch_model.py`."""
-    config: Any = model.config
+    config, module = model.config, model.bind(params)
+    assert isinstance(config, DecoderConfig)
     classes = {"AutoConfig": "MeliadLikeConfig", "AutoModelForCausalLM": "MeliadLikeForCausalLM"}
     settings = {
         "model_type": "meliad_like",
@@ -81,13 +82,18 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
         "max_position_embeddings": 1_000_000,
         "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in (*SIZES, "feedforward_bias", "mask_empty_cache")},
-        "logit_scale": config.model_width**-0.5 if config.logit_scale is None else config.logit_scale,
+        "logit_scale": module.logit_scale,
         # The angle by which a place turns the first pair of a head's channels; 0: none.
         "rotary_angle": {"1": 1.0, "pi": math.pi}[config.position.unit] if isinstance(config.position, Rotary) else 0.0,
         "layers": [_layer_settings(config.shape, index) for index in range(config.total_layers)],
     }
     tensors = {name: x for name, x in to_tensors(_place, params).items() if ".position." not in name}
-    return settings, tensors | _biases(model, params)
+    # The biases by distance, [h, w], of all windows, whatever they are computed from.
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, TokenHeads):
+            name = _place("/".join(map(str, (*path, "bias")))).name
+            tensors[name] = np.asarray(node.position.bias(node.num_heads, node.w))
+    return settings, tensors
 
 
 def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
@@ -105,15 +111,6 @@ def _place(path: str) -> Place:
         path = path.replace(ours, theirs)
     module, _, leaf = path.replace("/", ".").rpartition(".")
     return Place(f"{module}.{'weight' if leaf in ('kernel', 'scale') else leaf}", transposed=leaf == "kernel")
-
-
-def _biases(model: Model, params: Any) -> dict[str, np.ndarray]:
-    """The biases by distance, [h, w], of all windows, whatever they are computed from."""
-    return {
-        _place("/".join(map(str, (*path, "bias")))).name: np.asarray(node.position.bias(node.num_heads, node.w))
-        for path, node in nnx.iter_graph(model.bind(params))
-        if isinstance(node, TokenHeads)
-    }
 
 
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any] | None:

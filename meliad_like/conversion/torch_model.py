@@ -328,7 +328,7 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
 
         Returns the logits [b, n, v] of the next tokens, or the last of them, and the memory; the gradient ends there.
         """
-        if attention_mask is not None and (attention_mask.diff(dim=1) > 0).any():
+        if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
             raise ValueError("documents of different lengths can't be padded on the left: read them one by one")
         memory, w, outputs = cache or past_key_values, self.config.window_length, []
         position = memory.position if memory else 0
