@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore
 
 EPSILON, LOWEST = 1e-6, torch.finfo(torch.float32).min
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The name of the memory in transformers; since version 5.24 it is `cache`."""
+"""The name of the memory in transformers, which newer versions have changed."""
 Memory = dict[str, Tensor]
 """What a layer remembers of `b` documents, by the names that its mixers give. Tensors are never changed in place."""
 Linear, Norm = functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, eps=EPSILON)
