@@ -20,6 +20,9 @@ the documents. Fairseq's word models need gin files for everything: --gin_file=s
 
 A folder of `stablehlo` has programs for CPUs, GPUs and TPUs, the parameters, and read_model.py, which reads and writes
 with them where jax and flatbuffers are installed.
+
+A folder of `huggingface --reverse` is for transformers: pretrained models as their own architecture, and decoders of
+the sliding window, recurrent states and the gated delta rule with a file of PyTorch (trust_remote_code=True).
 """
 
 from absl import flags

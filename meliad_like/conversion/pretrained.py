@@ -13,12 +13,13 @@ import safetensors.numpy
 from tokenizers import Tokenizer
 
 from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
 from meliad_like.data.gguf_file import open_gguf
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, TokenizersVocabularyConfig
-from meliad_like.data.vocabulary import SETTINGS_NAME, saved_vocabulary_config
+from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
@@ -223,28 +224,44 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
-    run, _, params, vocabulary, _ = open_checkpoint(checkpoint)
-    if not isinstance(run.model, PretrainedConfig):
-        raise UserError(f"{checkpoint} is a {type(run.model).__name__} model: only pretrained ones go back")
+    run, model, params, vocabulary, _ = open_checkpoint(checkpoint)
+    is_pretrained, end = isinstance(run.model, PretrainedConfig), vocabulary.end_of_document
+    if not is_pretrained:
+        own_decoders.check_decoder(run.model, checkpoint)
     folder = new_folder(folder)
-    write_huggingface(Pretrained(run.model, vocabulary.size, params), vocabulary.end_of_document, folder)
+    if is_pretrained:
+        write_huggingface(Pretrained(run.model, vocabulary.size, params), end, folder)
+    else:
+        config, tensors = own_decoders.to_huggingface_decoder(model, params, end)
+        write_json(folder / CONFIG_NAME, config)
+        save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
+        write_whole(folder / own_decoders.MODEL.name, own_decoders.MODEL.read_bytes())
     # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)
-    if (tokenizer := vocabulary.for_tokenizers()) is None:
-        print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: only we read it back")
-        return
-    text, end = tokenizer
-    write_whole(folder / TOKENIZER_NAME, text)
-    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, and read the
-    # text of a control token as this token.
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
-    write_json(folder / TOKENIZER_CONFIG_NAME, settings)
-    has_token = Tokenizer.from_str(text).id_to_token
-    if unused := [i for i in np.flatnonzero(~vocabulary.writable).tolist() if has_token(i) is None]:
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary.end_of_document)
-        write_json(folder / GENERATION_NAME, ends | {"suppress_tokens": unused})
+    has_tokenizer = _write_tokenizer(vocabulary, folder, with_code=not is_pretrained)
+    if not has_tokenizer:
+        use = "only we read it back" if is_pretrained else "give the model token ids"
+        print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: {use}")
+    # Tokens with a name are not suppressed in pretrained models, which may write them.
+    names = Tokenizer.from_file(str(folder / TOKENIZER_NAME)) if is_pretrained and has_tokenizer else None
+    unused = [i for i in np.flatnonzero(~vocabulary.writable).tolist() if names is None or names.id_to_token(i) is None]
+    if not is_pretrained or (has_tokenizer and unused):
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+        write_json(folder / GENERATION_NAME, ends | ({"suppress_tokens": unused} if unused else {}))
+
+
+def _write_tokenizer(vocabulary: Vocabulary, folder: Path, *, with_code: bool) -> bool:
+    """Writes a tokenizer for `transformers`, perhaps with code; returns whether there is one like the vocabulary."""
+    if (tokenizer := vocabulary.for_tokenizers()) is not None:
+        text, end_token = tokenizer
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token}
+        write_whole(folder / TOKENIZER_NAME, text)
+    elif with_code and (settings := own_decoders.tokenizer_settings(vocabulary)) is not None:
+        write_whole(folder / own_decoders.TOKENIZER.name, own_decoders.TOKENIZER.read_bytes())
+    else:
+        return False
+    # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, read the text
+    # of a control token as this token, and add inputs that models don't have.
+    more = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
+    write_json(folder / TOKENIZER_CONFIG_NAME, settings | more | {"model_input_names": ["input_ids", "attention_mask"]})
+    return True

@@ -79,13 +79,19 @@ class SentencePieceVocabulary(Vocabulary):
         lossless = has_bytes and rules.escape_whitespaces and not (changes or self.prefix)
         super().__init__(pieces, end, size_multiple, model, lossless)
 
+    @property
+    def end_piece(self) -> str | None:
+        """The model's token that ends documents; None if it has none."""
+        end = self._processor.eos_id()
+        return self._processor.id_to_piece(end) if end >= 0 else None
+
     def for_tokenizers(self) -> tuple[str, str] | None:
         """`Vocabulary.for_tokenizers` for BPE models that keep text as it is.
 
         Not for unigram models: SentencePiece adds their scores in single precision and `tokenizers` in double, which
         prefer different segmentations of nearly equal scores, in long texts more often.
         """
-        proto, processor = ModelProto.FromString(self._model), self._processor
+        proto = ModelProto.FromString(self._model)
         spec, kinds = proto.trainer_spec, ModelProto.SentencePiece
         if spec.model_type != spec.BPE or not self.lossless:
             return None
@@ -110,7 +116,7 @@ class SentencePieceVocabulary(Vocabulary):
             return piece.replace("\u2581", " ")
 
         ids = {spaced(piece.piece): i for i, piece in pieces}
-        end = processor.id_to_piece(processor.eos_id()) if self.end_of_document < len(processor) else DEFAULT_END
+        end = self.end_piece or DEFAULT_END
         if len(ids) < len(pieces) or ids.get(end, len(ids)) != self.end_of_document:
             return None
         pairs = [(spaced(left), spaced(right)) for left, right in map(merges.__getitem__, ordered)]

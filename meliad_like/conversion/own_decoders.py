@@ -1,0 +1,121 @@
+"""Our own decoders for Hugging Face's transformers, which reads them with `torch_model.py` in their folder."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from meliad_like.conversion.parameters import Place, to_tensors
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
+from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.errors import UserError
+from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.positions import POSITIONS, Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.mixers.sliding_window import SlidingWindow
+from meliad_like.mixers.token_heads import TokenHeads
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.layer import LAYERS
+from meliad_like.models.model import Model
+
+MODEL, TOKENIZER = (Path(__file__).with_name(name) for name in ("torch_model.py", "torch_tokenizer.py"))
+"""The files that are copied into the folder. They are not imported, because PyTorch is not a requirement."""
+SIZES = ("model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+POSITION_NAMES = ("none", "t5", "fourier", "alibi", "network", "orthogonal", "rotary")
+"""Biases by distance, whatever they are computed from, and rotations."""
+MIXER_SETTINGS: dict[type, Any] = {
+    SlidingWindow: lambda mixer, shape: {},
+    RecurrentStates: lambda mixer, shape: {name: getattr(mixer, name) for name in ("num_states", "gate", "cell")},
+    GatedDeltaRule: lambda mixer, shape: dict(
+        zip(("num_heads", "value_size", "conv_length"), (*mixer.value_shape(shape), mixer.conv_length))
+    ),
+}
+"""The mixers that `torch_model.py` has, and the arguments of their classes there."""
+MODULES = {
+    "embedding": "embedding/weight",
+    "/heads/": "/",
+    "feedforward/network": "feedforward",
+    "feedforward/norm": "feedforward_norm",
+    "cell/query": "state_reader/query",
+    "cell/attention_scale": "state_reader/attention_scale",
+    "cell/cross_": "cross_reader/",
+    "cell/": "",
+}
+"""Their names for our modules, where these differ; the first ones are replaced first."""
+
+
+def check_decoder(config: Any, owner: str | Path) -> None:
+    """Raises a UserError if the model has a part that `torch_model.py` lacks."""
+    if not isinstance(config, DecoderConfig):
+        parts = [f"a {type(config).__name__} model"]
+    else:
+        parts = [config.needs_segments] if config.needs_segments else []
+        parts += [f"layers of the kind {LAYERS.name_of(kind)}" for kind in config.layer_kinds]
+        parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
+        if (position := POSITIONS.name_of(config.position)) not in POSITION_NAMES:
+            parts.append(f"positions of the kind {position}")
+    if parts:
+        covered = ", ".join(name for name, mixer in MIXERS.items() if mixer in MIXER_SETTINGS)
+        raise UserError(
+            f"{owner} has {' and '.join(parts)}: only decoders of {covered} and pretrained models are written for "
+            "transformers; convert stablehlo writes others"
+        )
+
+
+def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of config.json, and the tensors by their names in `torch_model.py`."""
+    config, module = model.config, model.bind(params)
+    assert isinstance(config, DecoderConfig)
+    classes = {"AutoConfig": "MeliadLikeConfig", "AutoModelForCausalLM": "MeliadLikeForCausalLM"}
+    settings = {
+        "model_type": "meliad_like",
+        "architectures": ["MeliadLikeForCausalLM"],
+        "auto_map": {name: f"torch_model.{name_there}" for name, name_there in classes.items()},
+        "dtype": "float32",
+        "vocab_size": model.vocabulary_size,
+        "eos_token_id": end_of_document,
+        # Not a limit of the model: the lm-evaluation-harness cuts longer texts, and by default after 2,048 tokens.
+        "max_position_embeddings": 1_000_000,
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in (*SIZES, "feedforward_bias", "mask_empty_cache")},
+        "logit_scale": module.logit_scale,
+        # The angle by which a place turns the first pair of a head's channels; 0: none.
+        "rotary_angle": {"1": 1.0, "pi": math.pi}[config.position.unit] if isinstance(config.position, Rotary) else 0.0,
+        "layers": [_layer_settings(config.shape, index) for index in range(config.total_layers)],
+    }
+    tensors = {name: x for name, x in to_tensors(_place, params).items() if ".position." not in name}
+    # The biases by distance, [h, w], of all windows, whatever they are computed from.
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, TokenHeads):
+            name = _place("/".join(map(str, (*path, "bias")))).name
+            tensors[name] = np.asarray(node.position.bias(node.num_heads, node.w))
+    return settings, tensors
+
+
+def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
+    mixers = {MIXERS.name_of(mixer): MIXER_SETTINGS[type(mixer)](mixer, shape) for mixer in shape.layers[index]}
+    width = sum(mixer.width(shape) for mixer in shape.layers[index])
+    return {"mixers": mixers, "width": width, "feedforward": index in shape.feedforward_layers}
+
+
+def _place(path: str) -> Place:
+    """The place of one of our parameters."""
+    if match := re.fullmatch(r"(.*gated_delta_rule/)(query|key|value)(/kernel|_filter)", path):
+        name = "inputs" if match[3] == "/kernel" else "filters"
+        return Place(match[1].replace("/", ".") + name, part=("query", "key", "value").index(match[2]))
+    for ours, theirs in MODULES.items():
+        path = path.replace(ours, theirs)
+    module, _, leaf = path.replace("/", ".").rpartition(".")
+    return Place(f"{module}.{'weight' if leaf in ('kernel', 'scale') else leaf}", transposed=leaf == "kernel")
+
+
+def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """The contents of tokenizer_config.json with `torch_tokenizer.py`; None for a vocabulary that it can't read."""
+    if not (isinstance(vocabulary, SentencePieceVocabulary) and vocabulary.lossless and vocabulary.end_piece):
+        return None
+    name, end = "MeliadLikeTokenizer", vocabulary.end_piece
+    return {"tokenizer_class": name, "auto_map": {"AutoTokenizer": [f"torch_tokenizer.{name}", None]}, "eos_token": end}

@@ -1,0 +1,204 @@
+"""Our decoders as folders for transformers: what is written, and in PyTorch the logits and texts of our model."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from families import BYTES, CONFIGS, SLIDE, W
+from harness_items import items
+from test_export import TEXT, sentencepiece
+
+from meliad_like.config import RunConfig
+from meliad_like.conversion.own_decoders import check_decoder, tokenizer_settings
+from meliad_like.conversion.pretrained import convert_to_huggingface
+from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
+from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.library import LanguageModel
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.positions import T5, Alibi, Rotary
+from meliad_like.models.layer import RepeatedInput
+from meliad_like.models.model import Model
+from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
+from meliad_like.training.checkpoints import named_arrays
+
+# Nothing is downloaded, and no copy of the model's code stays.
+HOME = tempfile.TemporaryDirectory()
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": HOME.name}
+LONG = dataclasses.replace(SLIDE, window_length=96)  # Two of the delta rule's chunks.
+HYBRID = dataclasses.replace(
+    SLIDE,
+    mixers=(GatedDeltaRule(values_per_key=2, value_size=3, conv_length=3),),
+    num_layers=4,
+    pattern=("gated_delta_rule+feedforward", "sliding_window", "recurrent_states+gated_delta_rule", "feedforward"),
+    position=Rotary(),
+    feedforward_bias=True,
+    logit_scale=0.5,
+)
+MODELS = {
+    "slide": SLIDE,
+    **{name: CONFIGS[name] for name in CONFIGS if ":" in name},
+    "delta rule": LONG.with_mixer(GatedDeltaRule(layers=(0,))),
+    "hybrid": HYBRID,
+    "positions": dataclasses.replace(SLIDE, position=Alibi(learned_slope=True, bound="by_head")),
+}
+UNMASKED = ("slide", "fixed:skip", "hybrid")
+MODELS |= {f"{name}, unmasked": dataclasses.replace(MODELS[name], mask_empty_cache=False) for name in UNMASKED}
+NEEDED = ("torch", "transformers")
+needs_torch = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason="pip install torch")
+
+
+def exported(config, tmp_path, vocabulary=BYTES):
+    """A model whose parameters are not those of a beginning, and its folder."""
+    chance, segment = np.random.default_rng(0), 4 * config.window_length
+    data = LanesReaderConfig(segment_length=segment, tokens_per_step=segment)
+    run, model = RunConfig(model=config, data=data), Model(config, vocabulary.size)
+
+    def change(path, x):
+        noise = chance.normal(size=x.shape)
+        return jnp.asarray(2 * noise if path.endswith("attention_scale") else x + 0.1 * noise, jnp.float32)
+
+    fresh = model.init(jax.random.key(0))
+    params = jax.tree.unflatten(jax.tree.structure(fresh), [change(*item) for item in named_arrays(fresh).items()])
+    write_checkpoint(tmp_path / "ours", params, run, vocabulary)
+    convert_to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    return LanguageModel(OpenedCheckpoint(run, model, params, vocabulary, 0)), tmp_path / "theirs"
+
+
+def opened(folder):
+    """What transformers opens: the model and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
+
+    return [one.from_pretrained(folder, trust_remote_code=True) for one in (AutoModelForCausalLM, AutoTokenizer)]
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (CONFIGS["memorizing"], "external_memory"),
+        (CONFIGS["feedback"], "state_reader"),
+        (CONFIGS["infused"], "positions of the kind infused"),
+        (CONFIGS["slide below skip"], "RecurrentStates.clear_states=True"),
+        (CONFIGS["shortformer"], "a ShortformerConfig model"),
+        (dataclasses.replace(SLIDE, layer_kinds=(RepeatedInput(),)), "layers of the kind repeated_input"),
+        (
+            dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),
+            "kimi_delta_attention and rg_lru",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_named(config, part):
+    with pytest.raises(UserError, match=f"runs/x has {part}: only decoders of .*gated_delta_rule.* and pretrained"):
+        check_decoder(config, "runs/x")
+
+
+def test_a_folder_has_all_parameters_and_needs_nothing_else(tmp_path):
+    """Without PyTorch: each parameter goes to one place, and instead of the table of positions there are biases."""
+    lm, folder = exported(dataclasses.replace(HYBRID, position=T5()), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    ours = named_arrays(lm.params)
+    tables = {name: x for name, x in ours.items() if "/position/" in name}
+    biases = [x for name, x in tensors.items() if name.endswith("window.bias")]
+    assert len(biases) == len(tables) == 2 and {x.shape for x in biases} == {(SLIDE.num_heads, W)}
+    size = sum(x.size for x in tensors.values()) - sum(x.size for x in biases)
+    assert size == lm.model.num_parameters - sum(x.size for x in tables.values())
+    np.testing.assert_array_equal(tensors["layers.1.output.weight"], ours["layers/1/output/kernel"].T)
+    assert (config["vocab_size"], config["eos_token_id"], config["layers"][3]["mixers"]) == (257, 256, {})
+    source = (folder / "torch_model.py").read_text()
+    imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))}
+    assert imports == {"functools", "torch", "transformers"}
+    assert {"tokenizer.json", "generation_config.json"} < {path.name for path in folder.iterdir()}
+
+
+def test_a_vocabulary_without_a_tokenizer_gets_none():
+    counted = DictionaryVocabulary([("a", 2), ("b", 1)])
+    changing = SentencePieceVocabularyConfig(size=290, keep_whitespace=False).make([TEXT * 9])
+    assert tokenizer_settings(counted) is None and tokenizer_settings(changing) is None
+
+
+@needs_torch
+def test_the_tokens_of_a_unigram_model_are_ours(tmp_path):
+    vocabulary = sentencepiece("unigram")
+    _, tokenizer = opened(exported(SLIDE, tmp_path, vocabulary)[1])
+    for text in (TEXT, "", " a  \u2581b", *TEXT):
+        tokens = vocabulary.encode(text).tolist()
+        assert tokenizer(text)["input_ids"] == tokens and tokenizer.decode(tokens) == text
+    assert tokenizer.eos_token_id == vocabulary.end_of_document
+
+
+@needs_torch
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_ours(name, tmp_path):
+    """Of two documents in one pass, in segments, in other parts, and token by token."""
+    lm, folder = exported(MODELS[name], tmp_path)
+    model, _ = opened(folder)
+    import torch  # type: ignore[import-not-found]
+
+    w = MODELS[name].window_length
+    n = 3 * w + w // 2 + 1
+    tokens, start = np.random.default_rng(1).integers(0, 257, (2, 4 * w)), np.eye(1, 4, dtype=bool).repeat(2, axis=0)
+    module = lm.model.bind(lm.params)
+    hidden, _ = jax.jit(lambda tokens: module(tokens, module.init_carry(2), start))(tokens)
+    tokens, expected = tokens[:, :n], np.asarray(module.logits(hidden))[:, :n]
+    for lengths in ([n], [w] * 4, [1, w, w - 2, 2 * w], [1] * n):
+        memory, logits = None, []
+        for part in np.split(tokens, np.cumsum(lengths), axis=1):
+            if part.size:
+                with torch.no_grad():
+                    outputs = model(torch.tensor(part), past_key_values=memory)
+                memory = outputs.past_key_values
+                logits.append(outputs.logits.numpy())
+        np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, atol=1e-5 * np.abs(expected).max())
+
+
+@needs_torch
+def test_transformers_writes_what_we_write(tmp_path):
+    """Greedily, also after what it has written before, and with beams; and it trains."""
+    lm, folder = exported(MODELS["hybrid"], tmp_path)
+    model, tokenizer = opened(folder)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    whole = model.generate(**inputs, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
+    assert whole.sequences[0, 16:].tolist() == lm.generate("Once upon a time", 20, temperature=0).tokens
+    first = model.generate(**inputs, max_new_tokens=7, do_sample=False, return_dict_in_generate=True)
+    rest = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=13, do_sample=False)
+    assert rest.tolist() == whole.sequences.tolist()
+    beams = [model.generate(**inputs, num_beams=3, max_new_tokens=9, use_cache=cached) for cached in (True, False)]
+    assert beams[0].tolist() == beams[1].tolist()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert all(bool(x.grad.isfinite().all()) for x in model.parameters() if x.grad is not None)
+    padded = {"input_ids": whole.sequences[:, :3], "attention_mask": whole.sequences.new_tensor([[0, 1, 1]])}
+    with pytest.raises(ValueError, match="can't be padded on the left: read them one by one"):
+        model(**padded)
+    assert model(**(padded | {"attention_mask": padded["attention_mask"].flip(1).bool()})).logits.shape == (1, 3, 257)
+
+
+@needs_torch
+def test_the_harness_says_the_same_of_both(tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+    from meliad_like.harness.model import HarnessModel
+
+    lm, folder = exported(MODELS["fixed:skip"], tmp_path)
+    theirs = HFLM(pretrained=str(folder), trust_remote_code=True, dtype="float32", device="cpu", batch_size=4)
+    # The harness reads an end of document before a text whose first token counts.
+    ours, questions = HarnessModel(lm, batch_size=4, first_tokens=True), items(5)
+    for kind, requests in (
+        ("loglikelihood", [(item.context, choice) for item in questions for choice in item.choices]),
+        ("loglikelihood_rolling", [(item.context,) for item in questions]),
+    ):
+        nats = [
+            np.array(getattr(one, kind)([Instance(kind, {}, request, 0) for request in requests]))
+            for one in (ours, theirs)
+        ]
+        np.testing.assert_allclose(*nats, rtol=1e-5)
