@@ -2,8 +2,8 @@
 
     python benchmarks/needle_documents.py --output=data/needles
 
-Each document has one to four needles in a repeated sentence, the question about one of them, and its answer. The harness's
-own items are not among them: their words and numbers are drawn by another seed.
+Each document has one to four needles in a repeated sentence, the question about one of them, and its answer. They are
+not the harness's own items: their words and numbers are drawn by another seed. It needs the extra `harness`.
 """
 
 import json
