@@ -35,6 +35,7 @@ GENERATION_NAME = "generation_config.json"
 RECURRENCE_NAME = "recurrence.safetensors"
 # The key in that file's metadata of the recurrence's config and the windows with which it was trained.
 RECURRENCE_KEY = "WindowSummary"
+NO_TOKENIZER = "transformers has no tokenizer like the {} vocabulary"
 WINDOW_FIELDS = ("window_length", "overlap")
 DTYPES = ("F32", "F16", "BF16")
 # Masks and wavelengths that older versions saved with the parameters; the config determines them.
@@ -224,44 +225,66 @@ def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedChec
 
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
-    run, model, params, vocabulary, _ = open_checkpoint(checkpoint)
-    is_pretrained, end = isinstance(run.model, PretrainedConfig), vocabulary.end_of_document
-    if not is_pretrained:
-        own_decoders.check_decoder(run.model, checkpoint)
-    folder = new_folder(folder)
-    if is_pretrained:
-        write_huggingface(Pretrained(run.model, vocabulary.size, params), end, folder)
+    opened = open_checkpoint(checkpoint)
+    if isinstance(opened.run.model, PretrainedConfig):
+        _write_pretrained(opened, new_folder(folder))
     else:
-        config, tensors = own_decoders.to_huggingface_decoder(model, params, end)
-        write_json(folder / CONFIG_NAME, config)
-        save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
-        write_whole(folder / own_decoders.MODEL.name, own_decoders.MODEL.read_bytes())
+        own_decoders.check_decoder(opened.run.model, checkpoint)
+        _write_own_decoder(opened, new_folder(folder))
+
+
+def _write_pretrained(opened: OpenedCheckpoint, folder: Path) -> None:
+    run, model, params, vocabulary, _ = opened
+    write_huggingface(Pretrained(run.model, model.vocabulary_size, params), vocabulary.end_of_document, folder)
     # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)
-    has_tokenizer = _write_tokenizer(vocabulary, folder, with_code=not is_pretrained)
-    if not has_tokenizer:
-        use = "only we read it back" if is_pretrained else "give the model token ids"
-        print(f"{folder}: transformers has no tokenizer like the {vocabulary.kind} vocabulary: {use}")
+    if not _write_tokenizer_json(vocabulary, folder):
+        print(f"{folder}: {NO_TOKENIZER.format(vocabulary.kind)}: only we read it back")
+        return
     # Tokens with a name are not suppressed in pretrained models, which may write them.
-    names = Tokenizer.from_file(str(folder / TOKENIZER_NAME)) if is_pretrained and has_tokenizer else None
-    unused = [i for i in np.flatnonzero(~vocabulary.writable).tolist() if names is None or names.id_to_token(i) is None]
-    if not is_pretrained or (has_tokenizer and unused):
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-        write_json(folder / GENERATION_NAME, ends | ({"suppress_tokens": unused} if unused else {}))
+    names = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
+    unnamed = [token for token in _unwritable(vocabulary) if names.id_to_token(token) is None]
+    if unnamed:
+        _write_generation_config(vocabulary, unnamed, folder)
 
 
-def _write_tokenizer(vocabulary: Vocabulary, folder: Path, *, with_code: bool) -> bool:
-    """Writes a tokenizer for `transformers`, perhaps with code; returns whether there is one like the vocabulary."""
-    if (tokenizer := vocabulary.for_tokenizers()) is not None:
-        text, end_token = tokenizer
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token}
-        write_whole(folder / TOKENIZER_NAME, text)
-    elif with_code and (settings := own_decoders.tokenizer_settings(vocabulary)) is not None:
-        write_whole(folder / own_decoders.TOKENIZER.name, own_decoders.TOKENIZER.read_bytes())
-    else:
+def _write_own_decoder(opened: OpenedCheckpoint, folder: Path) -> None:
+    _, model, params, vocabulary, _ = opened
+    config, tensors = own_decoders.to_huggingface_decoder(model, params, vocabulary.end_of_document)
+    write_json(folder / CONFIG_NAME, config)
+    save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
+    write_whole(folder / own_decoders.MODEL.name, own_decoders.MODEL.read_bytes())
+    vocabulary.save(folder)
+    if not _write_tokenizer_json(vocabulary, folder):
+        if settings := own_decoders.tokenizer_settings(vocabulary):
+            write_whole(folder / own_decoders.TOKENIZER.name, own_decoders.TOKENIZER.read_bytes())
+            _write_tokenizer_config(settings, folder)
+        else:
+            print(f"{folder}: {NO_TOKENIZER.format(vocabulary.kind)}: give the model token ids")
+    _write_generation_config(vocabulary, _unwritable(vocabulary), folder)
+
+
+def _write_tokenizer_json(vocabulary: Vocabulary, folder: Path) -> bool:
+    """Writes a tokenizer without code for `transformers`; returns whether there is one like the vocabulary."""
+    if (tokenizer := vocabulary.for_tokenizers()) is None:
         return False
+    text, end_token = tokenizer
+    write_whole(folder / TOKENIZER_NAME, text)
+    _write_tokenizer_config({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token}, folder)
+    return True
+
+
+def _write_tokenizer_config(settings: dict[str, Any], folder: Path) -> None:
     # A tokenizer.json doesn't name the end-of-text token. transformers may remove spaces while decoding, read the text
     # of a control token as this token, and add inputs that models don't have.
     more = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
     write_json(folder / TOKENIZER_CONFIG_NAME, settings | more | {"model_input_names": ["input_ids", "attention_mask"]})
-    return True
+
+
+def _unwritable(vocabulary: Vocabulary) -> list[int]:
+    return np.flatnonzero(~vocabulary.writable).tolist()
+
+
+def _write_generation_config(vocabulary: Vocabulary, suppressed: list[int], folder: Path) -> None:
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary.end_of_document)
+    write_json(folder / GENERATION_NAME, ends | ({"suppress_tokens": suppressed} if suppressed else {}))
