@@ -2,12 +2,14 @@
 
     python benchmarks/needle_documents.py --output=data/needles
 
-Each document has one to four needles in a repeated sentence, the question about one of them, and its answer. They are
-not the harness's own items: their words and numbers are drawn by another seed. It needs the extra `harness`.
+Each document has one to four needles in a repeated sentence, and a question about each of them with its answer. Short
+documents are more frequent, because they are learned first. They are not the harness's own items: their words and
+numbers are drawn by another seed. It needs the extra `harness`.
 """
 
 import json
 import random
+import re
 from pathlib import Path
 
 from absl import app, flags
@@ -15,17 +17,21 @@ from lm_eval.tasks.ruler.niah_utils import TEMPLATE  # type: ignore[import-not-f
 from lm_eval.tasks.ruler.prepare_niah import generate_input_output, get_haystack  # type: ignore[import-not-found]
 
 OUTPUT = flags.DEFINE_string("output", "data/needles", "Folder for train/ and validation/.")
-DOCUMENTS = flags.DEFINE_integer("documents", 20_000, "The number of documents for training.")
+DOCUMENTS = flags.DEFINE_integer("documents", 30_000, "The number of documents for training.")
 LINES = flags.DEFINE_integer("lines", 12, "The largest number of sentences between the needles.")
 SEED = flags.DEFINE_integer("seed", 1, "Seed; the harness has 0.")
 NEEDLES = 4
 """The largest number of needles in a document."""
 
 
+QUESTION = "What is the special magic number for {} mentioned in the provided text?"
+ANSWER = " The special magic number for {} mentioned in the provided text is {}."
+
+
 def document() -> str:
     needles = random.randint(1, NEEDLES)
-    text, (answer,), query = generate_input_output(
-        random.randint(needles, LINES.value),
+    text, _, asked = generate_input_output(
+        max(needles, round(LINES.value ** random.random())),
         get_haystack("repeat"),
         type_haystack="repeat",
         num_needle_k=needles,
@@ -35,7 +41,10 @@ def document() -> str:
         template=TEMPLATE,
         random_seed=random.getrandbits(32),
     )
-    return f"{text} The special magic number for {query} mentioned in the provided text is {answer}."
+    numbers = dict(re.findall(r"numbers for (.+?) is: (\d+)\.", text))
+    others = random.sample(sorted(numbers.keys() - {asked}), len(numbers) - 1)
+    questions = (QUESTION.format(key) + ANSWER.format(key, numbers[key]) for key in others)
+    return "\n".join((text + ANSWER.format(asked, numbers[asked]), *questions))
 
 
 def main(_) -> None:

@@ -159,6 +159,12 @@ def test_training_without_whitespace():
     assert vocabulary.decode(vocabulary.encode("return  a\nlist")) == "return a list"
 
 
+def test_numbers_with_a_token_for_every_digit():
+    texts = [text + "\n1234567 in 1234567\n" for text in TEXTS]
+    vocabulary = SentencePieceVocabularyConfig(size=500, split_digits=True).make(texts)
+    assert [vocabulary.decode([token]) for token in vocabulary.encode("1234567")] == list("1234567")
+
+
 def test_ctrl_c_while_the_texts_are_read():
     def texts():
         yield TEXTS[0]

@@ -36,6 +36,8 @@ class SentencePieceVocabularyConfig(FileVocabularyConfig):
     keep_whitespace: bool = True
     """Whether decoding restores text exactly (no normalisation, whitespace unchanged, rare characters as bytes). False:
     SentencePiece's own defaults, which lose newlines and repeated spaces."""
+    split_digits: bool = False
+    """Whether every digit is a token of its own, so that equal numbers have equal tokens wherever they are."""
     training_bytes: int = 100_000_000
     """The approximate size in bytes of the sample of text to learn from."""
 
@@ -208,6 +210,7 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
             model_type=config.model_type,
             vocab_size=config.size,
             byte_fallback=True,
+            split_digits=config.split_digits,
             unk_id=0,
             eos_id=1,
             bos_id=-1,
