@@ -91,7 +91,7 @@ def read_chunks(
         strength = cut(rule.strength)
         products = jnp.where(np.tri(chunk, k=-1, dtype=bool), of_keys[0] * strength, 0)
         known = jnp.concatenate([value, decay * key], axis=-1) * strength
-        solved = exact_product(inverse_of_unit_triangular(products + jnp.eye(chunk)), known)
+        solved = solve_unit_triangular(products, known)
         xs = of_chunk, *jnp.split(solved, [value.shape[-1]], axis=-1), key, until_end
 
         def correct(matrix, of_chunk, of_values, of_keys, key, until_end):
@@ -190,6 +190,23 @@ def products_by_channel(
 
 # Accelerators round the factors of a product to bfloat16 unless they are told not to.
 exact_product = functools.partial(jnp.matmul, precision="highest")
+
+
+@jax.custom_jvp
+def solve_unit_triangular(below: Float[Array, "*batch t t"], known: Float[Array, "*batch t n"]) -> Float[Array, "*batch t n"]:
+    """The `x` with `x + below @ x = known`, for matrices that are 0 on and above the diagonal, and a power of two `t`.
+
+    Its derivative needs only the inverse and the result, and nothing of how the inverse was computed.
+    """
+    return exact_product(inverse_of_unit_triangular(below + jnp.eye(below.shape[-1])), known)
+
+
+@solve_unit_triangular.defjvp
+def _solve_jvp(primals, tangents):
+    (below, known), (below_tangent, known_tangent) = primals, tangents
+    inverse = inverse_of_unit_triangular(below + jnp.eye(below.shape[-1]))
+    solved = exact_product(inverse, known)
+    return solved, exact_product(inverse, known_tangent - exact_product(below_tangent, solved))
 
 
 def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
