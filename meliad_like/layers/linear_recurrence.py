@@ -140,9 +140,6 @@ def decayed_products(
     """The products of queries or keys with the keys of the same and of earlier tokens, times the decay between the two:
     entry [t, s] is sum_i reader_ti key_si alpha_(s+1)i ... alpha_ti for s <= t, and 0 otherwise.
 
-    Logarithms of decays are only added, never subtracted: a channel can decay by exp(-300) at each of some tokens and
-    hardly at the others, for which the difference of two float32 sums would have no digits left.
-
     Returns:
       The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
@@ -153,11 +150,25 @@ def decayed_products(
         results = products_by_channel(rearrange(x, "j c b h t k -> c b h (t j) k"), key, log_decay)
         products, begin, end = (rearrange(y, "c b (g r) s k -> c b g r s k", g=groups) for y in results)
         return [products[..., i :: len(x), :] for i in range(len(x))], jnp.exp(begin), jnp.exp(end)
-    between = exact_product(np.tri(t, dtype=np.float32), log_decay * np.tri(t, k=-1, dtype=np.float32))
+    coarse, fine = sums_in_parts(log_decay[..., 0])
     # Masked before the exponential.
+    between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
     products = [(x @ transposed(key)) * decays for x in readers]
-    return products, decays[..., :1] * jnp.exp(log_decay[..., :1, :]), transposed(decays[..., -1:, :])
+    until_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+    return products, jnp.exp(coarse + fine)[..., None], jnp.exp(until_end)[..., None]
+
+
+def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch t"]:
+    """The sums of logarithms of decays up to each token in two parts, whose differences are as exact as the logarithms.
+
+    A head can decay by exp(-300) at each of some tokens and hardly at the others, for which the difference of two
+    float32 sums would have no digits left. So all but the last binary digits are added separately: these multiples of
+    2^-8 have exact sums in chunks of up to 512 tokens, because what is below -128 is a decay of 0 in any case.
+    """
+    log_decay = jnp.maximum(log_decay, -128)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256) / 256)
+    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.triu(np.ones(2 * log_decay.shape[-1:], np.float32)))
 
 
 def products_by_channel(
