@@ -91,7 +91,7 @@ def read_chunks(
         strength = cut(rule.strength)
         products = jnp.where(np.tri(chunk, k=-1, dtype=bool), of_keys[0] * strength, 0)
         known = jnp.concatenate([value, decay * key], axis=-1) * strength
-        solved = exact_product(inverse_of_unit_triangular(products + jnp.eye(chunk)), known)
+        solved = solve_unit_triangular(products, known)
         xs = of_chunk, *jnp.split(solved, [value.shape[-1]], axis=-1), key, until_end
 
         def correct(matrix, of_chunk, of_values, of_keys, key, until_end):
@@ -140,9 +140,6 @@ def decayed_products(
     """The products of queries or keys with the keys of the same and of earlier tokens, times the decay between the two:
     entry [t, s] is sum_i reader_ti key_si alpha_(s+1)i ... alpha_ti for s <= t, and 0 otherwise.
 
-    Logarithms of decays are only added, never subtracted: a channel can decay by exp(-300) at each of some tokens and
-    hardly at the others, for which the difference of two float32 sums would have no digits left.
-
     Returns:
       The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
@@ -153,11 +150,25 @@ def decayed_products(
         results = products_by_channel(rearrange(x, "j c b h t k -> c b h (t j) k"), key, log_decay)
         products, begin, end = (rearrange(y, "c b (g r) s k -> c b g r s k", g=groups) for y in results)
         return [products[..., i :: len(x), :] for i in range(len(x))], jnp.exp(begin), jnp.exp(end)
-    between = exact_product(np.tri(t, dtype=np.float32), log_decay * np.tri(t, k=-1, dtype=np.float32))
+    coarse, fine = sums_in_parts(log_decay[..., 0])
     # Masked before the exponential.
+    between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
     products = [(x @ transposed(key)) * decays for x in readers]
-    return products, decays[..., :1] * jnp.exp(log_decay[..., :1, :]), transposed(decays[..., -1:, :])
+    until_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+    return products, jnp.exp(coarse + fine)[..., None], jnp.exp(until_end)[..., None]
+
+
+def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch t"]:
+    """The sums of logarithms of decays up to each token in two parts, whose differences are as exact as the logarithms.
+
+    A head can decay by exp(-300) at each of some tokens and hardly at the others, for which the difference of two
+    float32 sums would have no digits left. So all but the last binary digits are added separately: these multiples of
+    2^-8 have exact sums in chunks of up to 512 tokens, because what is below -128 is a decay of 0 in any case.
+    """
+    log_decay = jnp.maximum(log_decay, -128)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256) / 256)
+    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.triu(np.ones(2 * log_decay.shape[-1:], np.float32)))
 
 
 def products_by_channel(
@@ -190,6 +201,23 @@ def products_by_channel(
 
 # Accelerators round the factors of a product to bfloat16 unless they are told not to.
 exact_product = functools.partial(jnp.matmul, precision="highest")
+
+
+@jax.custom_jvp
+def solve_unit_triangular(below: Float[Array, "*batch t t"], known: Float[Array, "*batch t n"]) -> Float[Array, "*batch t n"]:
+    """The `x` with `x + below @ x = known`, for matrices that are 0 on and above the diagonal, and a power of two `t`.
+
+    Its derivative needs only the inverse and the result, and nothing of how the inverse was computed.
+    """
+    return exact_product(inverse_of_unit_triangular(below + jnp.eye(below.shape[-1])), known)
+
+
+@solve_unit_triangular.defjvp
+def _solve_jvp(primals, tangents):
+    (below, known), (below_tangent, known_tangent) = primals, tangents
+    inverse = inverse_of_unit_triangular(below + jnp.eye(below.shape[-1]))
+    solved = exact_product(inverse, known)
+    return solved, exact_product(inverse, known_tangent - exact_product(below_tangent, solved))
 
 
 def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
