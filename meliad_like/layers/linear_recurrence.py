@@ -163,12 +163,14 @@ def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch
     """The sums of logarithms of decays up to each token in two parts, whose differences are as exact as the logarithms.
 
     A head can decay by exp(-300) at each of some tokens and hardly at the others, for which the difference of two
-    float32 sums would have no digits left. So all but the last binary digits are added separately: these multiples of
-    2^-8 have exact sums in chunks of up to 512 tokens, because what is below -128 is a decay of 0 in any case.
+    float32 sums would have no digits left. So the multiples of a power of two are added separately: these sums have at
+    most 24 binary digits, because what is below -128 is a decay of 0 in any case, and so are exact.
     """
+    t = log_decay.shape[-1]
+    unit = t / 2**17
     log_decay = jnp.maximum(log_decay, -128)
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay * 256) / 256)
-    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.triu(np.ones(2 * log_decay.shape[-1:], np.float32)))
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay / unit) * unit)
+    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.triu(np.ones((t, t), np.float32)))
 
 
 def products_by_channel(
@@ -204,7 +206,9 @@ exact_product = functools.partial(jnp.matmul, precision="highest")
 
 
 @jax.custom_jvp
-def solve_unit_triangular(below: Float[Array, "*batch t t"], known: Float[Array, "*batch t n"]) -> Float[Array, "*batch t n"]:
+def solve_unit_triangular(
+    below: Float[Array, "*batch t t"], known: Float[Array, "*batch t n"]
+) -> Float[Array, "*batch t n"]:
     """The `x` with `x + below @ x = known`, for matrices that are 0 on and above the diagonal, and a power of two `t`.
 
     Its derivative needs only the inverse and the result, and nothing of how the inverse was computed.
