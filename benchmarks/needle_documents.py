@@ -2,8 +2,8 @@
 
     python benchmarks/needle_documents.py --output=data/needles
 
-Each document has one to four needles in a repeated sentence, and a question about each of them with its answer. Short
-documents are more frequent, because they are learned first. They are not the harness's own items: their words and
+Each document has needles in a repeated sentence, and a question about each of them with its answer. Short documents are
+more frequent, because they are learned first. They are not the harness's own items: their words and
 numbers are drawn by another seed. It needs the extra `harness`.
 """
 
@@ -20,8 +20,7 @@ OUTPUT = flags.DEFINE_string("output", "data/needles", "Folder for train/ and va
 DOCUMENTS = flags.DEFINE_integer("documents", 30_000, "The number of documents for training.")
 LINES = flags.DEFINE_integer("lines", 12, "The largest number of sentences between the needles.")
 SEED = flags.DEFINE_integer("seed", 1, "Seed; the harness has 0.")
-NEEDLES = 4
-"""The largest number of needles in a document."""
+NEEDLES = flags.DEFINE_integer("needles", 1, "The largest number of needles in a document.")
 
 
 QUESTION = "What is the special magic number for {} mentioned in the provided text?"
@@ -29,7 +28,7 @@ ANSWER = " The special magic number for {} mentioned in the provided text is {}.
 
 
 def document() -> str:
-    needles = random.randint(1, NEEDLES)
+    needles = random.randint(1, NEEDLES.value)
     text, _, asked = generate_input_output(
         max(needles, round(LINES.value ** random.random())),
         get_haystack("repeat"),

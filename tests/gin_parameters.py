@@ -120,6 +120,7 @@ PARAMETERS = {
     "pretrained/*": GPT2_SMALL,
     "quickstart*.gin": 5_031_566,
     "recurrence_study.gin": 2_442_832,
+    "needles.gin": 4_490_380,
     # 768 -> 200 -> 200 -> 200 -> 768, and a score for each of 12 layers.
     "recurrent_pretrained/quiet_start.gin": GPT2_SMALL + 388_568 + 12,
     "recurrent_pretrained/*recurrent*_*.gin": GPT2_SMALL + 388_568 + 12,

@@ -40,7 +40,7 @@ class DenseAttention(Mixer):
 
     def __init__(self, config: "DenseMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
-        self.heads = TokenHeads(shape, rngs=rngs, with_positions=False)
+        self.heads = TokenHeads(shape, rngs=rngs, with_positions=False, attention_scale=config.attention_scale)
 
     def init_carry(self, b, dtype):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
@@ -124,12 +124,15 @@ class DenseMemory(MixerConfig):
     horizon: Horizon = "tokens"
     """What a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment` before it
     and `num_slots` tokens before the segment, so that results depend on where segments begin."""
+    attention_scale: float = 1.0
+    """The attention scale at the start of training. Keys and queries have unit length: with 1 a token attends to
+    hundreds of others about equally, and small models do not learn to find single ones."""
 
     has_window: ClassVar[bool] = True
 
     def __post_init__(self):
         check_choices(self)
-        check_positive(self, ("num_slots",))
+        check_positive(self, ("num_slots", "attention_scale"))
 
     def build(self, shape, *, rngs):
         return DenseAttention(self, shape, rngs=rngs)

@@ -69,12 +69,13 @@ class TokenTile(NamedTuple):
 class TokenHeads(nnx.Module):
     """Keys, values and queries of a layer's tokens, the attention scale of each head, and the position strategy."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True, attention_scale: float = 1.0):
         self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
         self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.has_kernel
         d, inner = shape.model_width, shape.inner_width
         self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
-        self.attention_scale = parameter(rngs.params(), jax.nn.initializers.ones, (self.num_heads,), ("heads",))
+        scale = jax.nn.initializers.constant(attention_scale)
+        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
         position = shape.position if with_positions else NoPosition()
         self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
 
