@@ -28,7 +28,11 @@ TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole wind
 MODELS = flags.DEFINE_list("models", None, "Names of the models. Default: all.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each place, in turn; the median counts.")
 
-V, SEGMENT_LENGTH, CHUNK = 256, 1024, 64
+BATCH = flags.DEFINE_integer("batch", 1, "Number of texts written at once.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens that together reach this probability.")
+VOCABULARY_SIZE = flags.DEFINE_integer("vocabulary_size", 256, "Number of tokens.")
+
+SEGMENT_LENGTH, CHUNK = 1024, 64
 SLIDE = DecoderConfig(
     num_layers=4,
     model_width=256,
@@ -54,14 +58,14 @@ def main(_):
     rows = []
     for name in MODELS.value or CONFIGS:
         config = CONFIGS[name]
-        model = Model(config, V)
+        model = Model(config, VOCABULARY_SIZE.value)
         params = jax.jit(model.init)(jax.random.key(0))
         generator = Generator(
             model,
             params,
             segment_length=SEGMENT_LENGTH,
-            vocabulary=DictionaryVocabulary([(str(word), 1) for word in range(V - 4)]),
-            sampling=SamplingConfig(),
+            vocabulary=DictionaryVocabulary([(str(word), 1) for word in range(VOCABULARY_SIZE.value - 4)]),
+            sampling=SamplingConfig(top_p=TOP_P.value),
             stop_at_end=False,
             chunk=CHUNK,
         )
@@ -85,8 +89,8 @@ def main(_):
 
 
 def read(generator: Generator, num_tokens: int) -> Reading:
-    tokens = np.random.default_rng(0).integers(0, V - 1, num_tokens + 1)
-    return generator.read(generator.begin(0), [tokens])
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY_SIZE.value - 1, num_tokens + 1)
+    return generator.read(generator.begin(*range(BATCH.value)), [tokens] * BATCH.value)
 
 
 def at(reading: Reading, position: int) -> Reading:
@@ -101,7 +105,7 @@ def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dic
     """Seconds of each chunk at each place, which moves on by `--tokens`: chunks with a window's end, and others."""
     seconds = {place: ([], []) for place in places}
     for place, reading in places.items():
-        offset, began = int(reading.carry.position.item()), time.perf_counter()
+        offset, began = int(reading.carry.position[0]), time.perf_counter()
         for _, reading in generator.write(reading, TOKENS.value):  # noqa: B007, B020  # the last one is kept
             now = time.perf_counter()
             has_end = offset % SLIDE.window_length + CHUNK >= SLIDE.window_length

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.generation.sampling import SamplingConfig, _most_likely, sample
+from meliad_like.generation.sampling import SamplingConfig, sample
 
 # Probabilities 0.1, 0.4, 0.3, 0.2.
 LOGITS = np.log([0.1, 0.4, 0.3, 0.2]).astype(np.float32) + 7
@@ -54,17 +54,42 @@ def test_ties_do_not_widen_top_k():
     assert set(np.asarray(tokens).tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("limit", [1, 7, 50, 0.3, 0.9])
-def test_the_most_likely_tokens_are_those_of_a_sort(limit):
+@pytest.mark.parametrize("config", [{"top_k": 7}, {"top_p": 0.3}, {"top_p": 0.9}, {"top_k": 90, "top_p": 0.6}, {}])
+def test_frequencies_are_those_of_a_sort(config):
     generator = np.random.default_rng(0)
-    logits = 0.7 * generator.integers(-3, 4, (40, 50)).astype(np.float32)
+    # Two groups, the second with padding; ties, zeros of both signs, and tokens that may not be written.
+    logits = 0.7 * generator.integers(-3, 4, (3, 100)).astype(np.float32)
     logits[::2, :4], logits[:, 4:8] = -np.inf, -0.0
-    amounts = np.ones_like(logits, np.int32) if limit >= 1 else np.asarray(jax.nn.softmax(logits))
-    order = np.argsort(-logits, axis=-1, kind="stable")
-    sorted_amounts = np.take_along_axis(amounts, order, axis=-1)
-    expected = np.zeros_like(logits, bool)
-    np.put_along_axis(expected, order, np.cumsum(sorted_amounts, axis=-1) - sorted_amounts < limit, axis=-1)
-    np.testing.assert_array_equal(_most_likely(logits, amounts, limit), expected)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, : config.get("top_k")]
+    weights = np.exp(np.take_along_axis(logits, order, axis=-1), dtype=np.float64)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    weights[np.cumsum(weights, axis=-1) - weights >= config.get("top_p", 1.0)] = 0
+    expected = np.zeros(logits.shape)
+    np.put_along_axis(expected, order, weights / weights.sum(axis=-1, keepdims=True), axis=-1)
+    draws = 10_000
+    draw = jax.jit(sample, static_argnames="config")
+    keys = jax.random.split(jax.random.key(0), 3 * draws)
+    tokens = draw(jnp.repeat(logits, draws, axis=0), keys, config=SamplingConfig(**config)).reshape(3, draws)
+    drawn = np.stack([np.bincount(lane, minlength=100) for lane in np.asarray(tokens)])
+    assert not drawn[expected == 0].any()
+    deviations = (drawn - draws * expected) / np.sqrt(draws * np.maximum(expected * (1 - expected), 1e-9))
+    # The largest of 300 normal numbers is below 4.5, and their standard deviation is 1.
+    assert np.abs(deviations).max() < 4.5
+    assert deviations[(expected > 0) & (expected < 1)].std() == pytest.approx(1, abs=0.2)
+
+
+def test_a_token_depends_on_its_lane_alone():
+    logits, keys = np.random.default_rng(0).normal(size=(9, 70)), jax.random.split(jax.random.key(0), 9)
+    draw = jax.jit(sample, static_argnames="config")
+    config = SamplingConfig(top_p=0.2)
+    alone = [draw(logits[lane : lane + 1], keys[lane : lane + 1], config=config).item() for lane in range(9)]
+    assert draw(logits, keys, config=config).tolist() == alone
+
+
+def test_greedy_takes_the_first_of_the_most_likely_tokens():
+    logits = np.random.default_rng(0).integers(-3, 4, (50, 200)).astype(np.float32)
+    logits[:3, :150] = -np.inf
+    np.testing.assert_array_equal(sample(logits, None, SamplingConfig(temperature=0)), np.argmax(logits, axis=-1))
 
 
 def test_lanes_have_their_own_logits():

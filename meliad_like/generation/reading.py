@@ -24,6 +24,9 @@ LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
 NO_TOKEN = -1
 """The `Reading.token` of a text without tokens."""
+WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
+"""XLA's options for a loop over tokens. By default a CPU's program copies all cached keys and values for every token,
+because they are read before one of them is replaced. Other platforms ignore it."""
 
 
 class Reading(NamedTuple):
@@ -199,7 +202,13 @@ def _look(model: Model, params, carry, tokens, targets, start, requested: Reques
     return _results(module, outputs, targets, requested), carry
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("even", "requested"), donate_argnums=2)
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("even", "requested"),
+    donate_argnums=2,
+    compiler_options=WITHOUT_COPIES,
+)
 def _read_tokens(
     model: Model,
     params,

@@ -67,19 +67,67 @@ def sample(logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConf
     Among equally likely tokens, lower ids count as more likely.
     """
     if config.temperature == 0:
-        return jnp.argmax(logits, axis=-1)
+        return _most_likely(_grouped(logits))
     logits = logits.astype(jnp.float32) / config.temperature
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    if config.top_k:
-        weights = jnp.where(_most_likely(logits, jnp.ones_like(logits, jnp.int32), config.top_k), weights, 0)
-    if config.top_p < 1:
-        limit = config.top_p * jnp.sum(weights, axis=-1)
-        weights = jnp.where(_most_likely(logits, weights, limit), weights, 0)
-    # In two steps, because a sum over few numbers is cheap and exact to more digits.
+    if not config.top_k:
+        return _sample(_grouped(logits), keys, config.top_p)
+    # `top_k` would place 0 before -0.
+    logits, tokens = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(config.top_k, logits.shape[-1]))
+    rank = _sample(_grouped(logits), keys, config.top_p)
+    return jnp.take_along_axis(tokens, rank[:, None], axis=-1)[:, 0]
+
+
+def _grouped(logits: Float[Array, "b v"]) -> Float[Array, "b g s"]:
+    """The logits in groups, of which the last is padded with -inf.
+
+    In two steps a token is found faster than in one, and a sum over few numbers is exact to more digits.
+    """
+    padding = (0, 0), (0, -logits.shape[-1] % GROUP)
+    return rearrange(jnp.pad(logits, padding, constant_values=-jnp.inf), "b (g s) -> b g s", s=GROUP)
+
+
+def _most_likely(logits: Float[Array, "b g s"]) -> Int[Array, " b"]:
+    group = jnp.argmax(jnp.max(logits, axis=-1), axis=-1)
+    return group * GROUP + jnp.argmax(_of_group(logits, group), axis=-1)
+
+
+def _sample(logits: Float[Array, "b g s"], keys: PRNGKeyArray, top_p: float) -> Int[Array, " b"]:
+    """Samples one of the most likely tokens that together reach the probability `top_p`, without sorting them.
+
+    A token is drawn from all. If the more likely ones reach `top_p` without it, it is rejected, and the next one is
+    drawn from these, which include all that may be returned.
+    """
+    weights = jnp.exp(logits - jnp.max(logits, axis=(1, 2), keepdims=True))
+    if top_p == 1:
+        return _draw_token(weights, keys)
+    limit = top_p * _total(weights)
+    ids = jnp.arange(logits[0].size).reshape(logits[0].shape)
+
+    def draw_again(loop):
+        attempt, weights, token, rejected = loop
+        drawn = _draw_token(weights, jax.vmap(jax.random.fold_in, (0, None))(keys, attempt))
+        token = jnp.where(rejected, drawn, token)[:, None, None]
+        logit = jnp.take_along_axis(rearrange(logits, "b g s -> b 1 (g s)"), token, axis=-1)
+        weights = jnp.where((logits > logit) | ((logits == logit) & (ids < token)), weights, 0)
+        return attempt + 1, weights, token[:, 0, 0], _total(weights) >= limit
+
+    loop = (0, weights, jnp.zeros(len(logits), jnp.int32), jnp.ones(len(logits), bool))
+    return jax.lax.while_loop(lambda loop: jnp.any(loop[-1]), draw_again, loop)[2]
+
+
+def _total(weights: Float[Array, "b g s"]) -> Float[Array, " b"]:
+    return jnp.sum(jnp.sum(weights, axis=-1), axis=-1)
+
+
+def _of_group(groups: Float[Array, "b g s"], group: Int[Array, " b"]) -> Float[Array, "b s"]:
+    return jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
+
+
+def _draw_token(weights: Float[Array, "b g s"], keys: PRNGKeyArray) -> Int[Array, " b"]:
+    """Draws a token with a probability proportional to its weight."""
     uniform = jax.vmap(lambda key: jax.random.uniform(key, 2))(keys)
-    groups = rearrange(jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % GROUP))), "b (g s) -> b g s", s=GROUP)
-    group = _draw(jnp.sum(groups, axis=-1), uniform[:, 0])
-    return group * GROUP + _draw(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], uniform[:, 1])
+    group = _draw(jnp.sum(weights, axis=-1), uniform[:, 0])
+    return group * GROUP + _draw(_of_group(weights, group), uniform[:, 1])
 
 
 def _draw(weights: Float[Array, "b n"], uniform: Float[Array, " b"]) -> Int[Array, " b"]:
@@ -89,28 +137,3 @@ def _draw(weights: Float[Array, "b n"], uniform: Float[Array, " b"]) -> Int[Arra
     # Sums are rounded: without an index that passes, it is the last one with a weight.
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
     return jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last)
-
-
-def _most_likely(logits: Float[Array, "b v"], amounts: Array, limit: Array | int) -> Bool[Array, "b v"]:
-    """The most likely tokens, up to the one with which their sum of `amounts` reaches the limit.
-
-    No token is sorted: a bisection finds the last token's logit, among the integers that are ordered as floats are.
-    """
-    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.int32)
-    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-    def above(threshold: Int[Array, " b"]) -> Array:
-        return jnp.sum(jnp.where(order > threshold[:, None], amounts, 0), axis=-1)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without an overflow
-        below_limit = above(middle) < limit
-        return jnp.where(below_limit, low, middle + 1), jnp.where(below_limit, middle, high)
-
-    highest = jnp.max(order, axis=-1)
-    last, _ = jax.lax.fori_loop(0, 32, halve, (jnp.full_like(highest, jnp.iinfo(jnp.int32).min), highest))
-    ties = order == last[:, None]
-    of_ties = jnp.where(ties, amounts, 0)
-    before = above(last)[:, None] + jnp.cumsum(of_ties, axis=-1) - of_ties
-    return (order > last[:, None]) | (ties & (before < jnp.reshape(limit, (-1, 1))))

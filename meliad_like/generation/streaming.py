@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import NO_TOKEN, Reading, RequestedResults, TextReader
+from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, Reading, RequestedResults, TextReader
 from meliad_like.generation.sampling import SamplingConfig, mask, sample, writable_tokens
 from meliad_like.models.model import Model
 
@@ -142,6 +142,7 @@ def _begin(model: Model, params, seeds: UInt32[Array, " b"]):
     static_argnums=0,
     static_argnames=("sampling", "end", "chunk"),
     donate_argnums=3,
+    compiler_options=WITHOUT_COPIES,
 )
 def _write_tokens(
     model: Model,
