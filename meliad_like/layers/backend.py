@@ -48,10 +48,10 @@ def takes_norm_of_updates_first() -> bool:
     return platform() == "cpu"
 
 
-def inverts_whole_triangles() -> bool:
-    """Accelerators: products that invert a triangular matrix are of its whole size, most of whose entries are 0.
+def fills_whole_triangles() -> bool:
+    """Accelerators: triangular matrices that are computed block by block are so by products of their whole size.
 
-    They have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
+    These have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
     """
     return platform() != "cpu"
 
