@@ -21,7 +21,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.backend import fills_whole_triangles
+from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles
 from meliad_like.layers.sequence import scan_in_order
 
 
@@ -156,7 +156,8 @@ def decayed_products(
     # Masked before the exponential.
     between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
-    products = [(x @ transposed(key)) * decays for x in readers]
+    heads = log_decay.shape[3] if adds_heads_one_by_one() else 1
+    products = [jnp.concatenate([x @ transposed(key)] * heads, axis=3) * decays for x in readers]
     until_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
     return products, jnp.exp(coarse + fine)[..., None], jnp.exp(until_end)[..., None]
 
@@ -207,7 +208,7 @@ def _whole_products_by_channel(
     key: Float[Array, "*batch 1 t k"],
     log_decay: Float[Array, "*batch r t k"],
 ) -> tuple[list[Float[Array, "*batch r t t"]], Float[Array, "*batch r t k"], Float[Array, "*batch r t k"]]:
-    """`decayed_products` with a decay for each channel as above, with a product of a whole chunk for each size of blocks."""
+    """`decayed_products` with a decay for each channel as above; the blocks of one size have a product together."""
     t = key.shape[-2]
     token, earlier = np.arange(t)[:, None], np.arange(t)
 
