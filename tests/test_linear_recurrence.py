@@ -20,6 +20,9 @@ BLOCK, N = 32, 96
 # Decays by head or by channel, with corrections or without.
 KINDS = {"mamba": (1, False), "delta": (1, True), "kimi": (K, True), "by channel": (K, False)}
 of_each_kind = pytest.mark.parametrize("kind", KINDS)
+on_each_platform = pytest.mark.parametrize(
+    ("kind", "on_accelerator"), [*((kind, False) for kind in KINDS), ("delta", True), ("kimi", True)]
+)
 STARTS = {"one document": [], "documents": [(0, 1), (1, 0), (1, 2)]}
 
 
@@ -99,9 +102,10 @@ def extreme(kind):
     )
 
 
-@of_each_kind
+@on_each_platform
 @pytest.mark.parametrize("make", [rule_of, extreme])
-def test_chunks_and_tokens_have_the_same_gradients(kind, make):
+def test_chunks_and_tokens_have_the_same_gradients(monkeypatch, kind, make, on_accelerator):
+    monkeypatch.setattr(linear_recurrence, "fills_whole_triangles", lambda: on_accelerator)
     rule, start = make(kind), starts("one document")
 
     @functools.partial(jax.jit, static_argnums=2)
@@ -115,10 +119,11 @@ def test_chunks_and_tokens_have_the_same_gradients(kind, make):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * np.abs(b).max())
 
 
-@of_each_kind
-def test_extreme_decays_equal_the_plain_loop(kind):
+@on_each_platform
+def test_extreme_decays_equal_the_plain_loop(monkeypatch, kind, on_accelerator):
+    monkeypatch.setattr(linear_recurrence, "fills_whole_triangles", lambda: on_accelerator)
     start = starts("documents")
-    results = jax.jit(read_chunks, static_argnums=3)(extreme(kind), first_states(), start, BLOCK)
+    results = jax.jit(lambda *x: read_chunks(*x, BLOCK))(extreme(kind), first_states(), start)
     for ours, theirs in zip(results, plain_loop(extreme(kind), first_states(), start), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5 * np.abs(theirs).max())
 
@@ -127,7 +132,7 @@ def test_extreme_decays_equal_the_plain_loop(kind):
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_the_system_of_a_long_chunk_is_inverted_exactly(monkeypatch, strength, on_accelerator):
     """64 keys of four channels are as alike as the keys of a text that repeats itself."""
-    monkeypatch.setattr(linear_recurrence, "inverts_whole_triangles", lambda: on_accelerator)
+    monkeypatch.setattr(linear_recurrence, "fills_whole_triangles", lambda: on_accelerator)
     key = np.random.default_rng(0).normal(size=(3, 64, K))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
     system = np.tril(strength * key @ np.swapaxes(key, 1, 2), -1) + np.eye(64)

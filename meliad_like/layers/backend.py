@@ -48,10 +48,18 @@ def takes_norm_of_updates_first() -> bool:
     return platform() == "cpu"
 
 
-def inverts_whole_triangles() -> bool:
-    """Accelerators: products that invert a triangular matrix are of its whole size, most of whose entries are 0.
+def adds_heads_one_by_one() -> bool:
+    """CPU: a matrix is copied for the heads that share it, so that its gradient adds theirs one by one.
 
-    They have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
+    XLA sums the products of two arrays over a middle axis fifty times as slowly (jaxlib 0.10.2).
+    """
+    return platform() == "cpu"
+
+
+def fills_whole_triangles() -> bool:
+    """Accelerators: triangular matrices that are computed block by block are so by products of their whole size.
+
+    These have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
     """
     return platform() != "cpu"
 

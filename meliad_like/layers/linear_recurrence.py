@@ -21,7 +21,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.backend import inverts_whole_triangles
+from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles
 from meliad_like.layers.sequence import scan_in_order
 
 
@@ -144,6 +144,8 @@ def decayed_products(
       The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
     groups, t = key.shape[2], key.shape[-2]
+    if log_decay.shape[-1] > 1 and fills_whole_triangles():
+        return _whole_products_by_channel(readers, key, log_decay)
     if log_decay.shape[-1] > 1:
         merged = (jnp.broadcast_to(y, log_decay.shape) for y in (*readers, key, log_decay))
         *x, key, log_decay = (rearrange(y, "c b g r t k -> c b (g r) t k") for y in merged)
@@ -154,7 +156,8 @@ def decayed_products(
     # Masked before the exponential.
     between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
-    products = [(x @ transposed(key)) * decays for x in readers]
+    heads = log_decay.shape[3] if adds_heads_one_by_one() else 1
+    products = [jnp.concatenate([x @ transposed(key)] * heads, axis=3) * decays for x in readers]
     until_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
     return products, jnp.exp(coarse + fine)[..., None], jnp.exp(until_end)[..., None]
 
@@ -170,7 +173,7 @@ def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch
     unit = t / 2**17
     log_decay = jnp.maximum(log_decay, -128)
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / unit) * unit)
-    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.triu(np.ones((t, t), np.float32)))
+    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.tri(t, dtype=np.float32).T)
 
 
 def products_by_channel(
@@ -199,6 +202,29 @@ def products_by_channel(
     begin = jnp.concatenate([begin_1, begin_2 + begin_1[..., -1:, :]], axis=-2)
     end = jnp.concatenate([end_1 + begin_2[..., -1:, :], end_2], axis=-2)
     return jnp.concatenate([upper, lower], axis=-2), begin, end
+
+
+def _whole_products_by_channel(
+    readers: Sequence[Float[Array, "*batch 1 t k"]],
+    key: Float[Array, "*batch 1 t k"],
+    log_decay: Float[Array, "*batch r t k"],
+) -> tuple[list[Float[Array, "*batch r t t"]], Float[Array, "*batch r t k"], Float[Array, "*batch r t k"]]:
+    """`decayed_products` with a decay for each channel as above; the blocks of one size have a product together."""
+    t = key.shape[-2]
+    token, earlier = np.arange(t)[:, None], np.arange(t)
+
+    def decays(block: int, is_later: bool | np.ndarray) -> Float[Array, "*batch r t k"]:
+        """The decay of each token from the beginning of its block if `is_later`, or to the end of it."""
+        summed = np.where(is_later, earlier <= token, earlier > token) & (earlier // block == token // block)
+        return jnp.exp(exact_product(summed.astype(np.float32), log_decay))
+
+    products = [jnp.eye(t) * jnp.sum(x * key, axis=-1, keepdims=True) for x in readers]
+    for block in 2 ** np.arange(t.bit_length() - 1):
+        is_later = token // block % 2 == 1
+        decay = decays(block, is_later)
+        decayed, is_below = transposed(key * decay), is_later & (earlier // block == token // block - 1)
+        products = [jnp.where(is_below, (x * decay) @ decayed, y) for x, y in zip(readers, products)]
+    return [jnp.broadcast_to(x, (*log_decay.shape[:-1], t)) for x in products], decays(t, True), decays(t, False)
 
 
 # Accelerators round the factors of a product to bfloat16 unless they are told not to.
@@ -231,7 +257,7 @@ def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Ar
     and a training on two cores was seen to wait forever (jaxlib 0.10.2).
     """
     t = system.shape[-1]
-    if t == 1 or inverts_whole_triangles():
+    if t == 1 or fills_whole_triangles():
         return _inverse_of_whole(system)
     half = t // 2
     # Along the first axis, because XLA crashes on CPUs where arrays have many axes (jaxlib 0.10.2).
@@ -279,7 +305,7 @@ def flops_of_rule(
     if by_channel:
         between, products = 0, (chunk + 5 * math.log2(chunk)) * heads * key_size
     else:
-        between, products = 2 * chunk**2 * heads, 2 * chunk * groups * key_size + 2.5 * chunk * heads
+        between, products = 7 * chunk * heads, 2 * chunk * groups * key_size + chunk * heads
     read = between + products + 2 * chunk * heads * value_size + 4 * heads * key_size * value_size
     if not corrected:
         return read
