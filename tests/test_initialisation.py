@@ -97,6 +97,12 @@ def test_attention_of_states_begins_with_its_scale():
     assert {path for path, scale in scales.items() if (scale == 4).all()} == of_states
 
 
+def test_attention_of_a_dense_memory_begins_with_its_scale():
+    model = Model(DecoderConfig(num_layers=1, **SIZES, mixers=(DenseMemory(layers=None, attention_scale=4.0),)), 64)
+    heads = model.init(jax.random.key(0))["layers"][0]["mixers"]["dense_memory"]["heads"]
+    assert (heads["attention_scale"] == 4).all()
+
+
 MELODI = Melodi(long_layers=(1,), num_summaries=32, short_length=32, long_length=16, long_slots=64)
 SIDE = {"mixers": (SlidingWindow(), DenseMemory(layers=(1,))), "layer_kinds": (RepeatedInput(layers=(1,)),)}
 NEWER_MODELS = {

@@ -84,9 +84,10 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
 
 
 def draw_map(axes: Axes, shares: pd.DataFrame, lowest: float = 0.0) -> None:
-    """Draws a table of shares with its numbers, from white, `lowest`, to dark, 1."""
+    """Draws a table of shares with its numbers, from white, `lowest`, to dark, 1; NaN is an empty cell."""
     axes.imshow(shares, vmin=lowest, vmax=1, cmap="Blues", aspect="auto")
     for (y, x), share in np.ndenumerate(shares.to_numpy()):
-        axes.text(x, y, f"{share:.2f}", ha="center", va="center", color="white" if share > 0.6 else "black")
+        number = "" if np.isnan(share) else f"{share:.2f}"
+        axes.text(x, y, number, ha="center", va="center", color="white" if share > 0.6 else "black")
     axes.set_xticks(range(len(shares.columns)), map(str, shares.columns))
     axes.set_yticks(range(len(shares.index)), map(str, shares.index))
