@@ -144,6 +144,8 @@ def decayed_products(
       The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
     groups, t = key.shape[2], key.shape[-2]
+    # What is below is a decay of 0 in float32 in any case.
+    log_decay = jnp.maximum(log_decay, -128)
     if log_decay.shape[-1] > 1 and fills_whole_triangles():
         return _whole_products_by_channel(readers, key, log_decay)
     if log_decay.shape[-1] > 1:
@@ -167,11 +169,10 @@ def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch
 
     A head can decay by exp(-300) at each of some tokens and hardly at the others, for which the difference of two
     float32 sums would have no digits left. So the multiples of a power of two are added separately: these sums have at
-    most 24 binary digits, because what is below -128 is a decay of 0 in any case, and so are exact.
+    most 24 binary digits, as no logarithm is below -128, and so are exact.
     """
     t = log_decay.shape[-1]
     unit = t / 2**17
-    log_decay = jnp.maximum(log_decay, -128)
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / unit) * unit)
     return exact_product(jnp.stack([coarse, log_decay - coarse]), np.tri(t, dtype=np.float32).T)
 
