@@ -126,7 +126,7 @@ class DenseMemory(MixerConfig):
     and `num_slots` tokens before the segment, so that results depend on where segments begin."""
     attention_scale: float = 1.0
     """The attention scale at the start of training. Keys and queries have unit length: with 1 a token attends to
-    hundreds of others about equally, and small models do not learn to find single ones."""
+    hundreds of others about equally, and small models learn late to find single ones."""
 
     has_window: ClassVar[bool] = True
 
