@@ -3,8 +3,8 @@
     python benchmarks/needle_documents.py --output=data/needles
 
 Each document has needles in a repeated sentence, and a question about each of them with its answer. Short documents are
-more frequent, because they are learned first. They are not the harness's own items: their words and
-numbers are drawn by another seed. It needs the extra `harness`.
+more frequent, because they are learned first. They are not the harness's own items: their words and numbers are drawn
+by another seed. It needs the extra `harness`.
 """
 
 import json
@@ -21,7 +21,6 @@ DOCUMENTS = flags.DEFINE_integer("documents", 30_000, "The number of documents f
 LINES = flags.DEFINE_integer("lines", 12, "The largest number of sentences between the needles.")
 SEED = flags.DEFINE_integer("seed", 1, "Seed; the harness has 0.")
 NEEDLES = flags.DEFINE_integer("needles", 1, "The largest number of needles in a document.")
-
 
 QUESTION = "What is the special magic number for {} mentioned in the provided text?"
 ANSWER = " The special magic number for {} mentioned in the provided text is {}."

@@ -103,7 +103,7 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
     decoder = {name: value for name, value in pretrained.params.items() if name != "recurrence"}
     config = to_huggingface(pretrained.config, pretrained.vocabulary_size, end_of_document)
     tensors = to_tensors(PLACES[pretrained.config.architecture], decoder)
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / CONFIG_NAME, config)
     save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
     if "recurrence" in pretrained.params:
         windows = {name: getattr(pretrained.config, name) for name in WINDOW_FIELDS}

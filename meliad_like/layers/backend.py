@@ -57,7 +57,7 @@ def adds_heads_one_by_one() -> bool:
 
 
 def fills_whole_triangles() -> bool:
-    """Accelerators: triangular matrices that are computed block by block are so by products of their whole size.
+    """Accelerators: the blocks of a triangular matrix are computed by products of the size of the whole matrix.
 
     These have many times the operations of products of the blocks, but the smallest blocks would fill few of the lanes.
     """
