@@ -1,6 +1,14 @@
 """The tables, by the names of their subjects. Rows with their gin files and published figures are in TABLE.csv."""
 
-from meliad_like.experiments.tables import block_recurrent, melodi, memory_map, mixers, recurrence, shortformer
+from meliad_like.experiments.tables import (
+    block_recurrent,
+    melodi,
+    memory_map,
+    mixers,
+    optimizers,
+    recurrence,
+    shortformer,
+)
 from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Settings, Table, configure, read_csv
 
 __all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Scale", "Settings", "Table", "configure", "read_csv"]
@@ -8,6 +16,6 @@ __all__ = ["SUBJECTS", "TABLES", "Grid", "Panel", "Row", "Scale", "Settings", "T
 TABLES = block_recurrent.TABLES
 """The tables of the Block-Recurrent paper."""
 SUBJECTS = TABLES | {
-    module.TABLE.name: module.TABLE for module in (shortformer, recurrence, melodi, memory_map, mixers)
+    module.TABLE.name: module.TABLE for module in (shortformer, recurrence, melodi, memory_map, mixers, optimizers)
 }
 """All tables of the command."""
