@@ -119,6 +119,7 @@ PARAMETERS = {
     "pretrained/smollm2_135m.gin": 134_515_008,
     "pretrained/*": GPT2_SMALL,
     "quickstart*.gin": 5_031_566,
+    "optimizer/*.gin": 5_031_566,
     "recurrence_study.gin": 2_442_832,
     "needles.gin": 4_490_380,
     # 768 -> 200 -> 200 -> 200 -> 768, and a score for each of 12 layers.
