@@ -83,8 +83,9 @@ set_up_environment() {
     say "Installing the requirements of setup.py and requirements.txt into .venv (minutes the first time)"
     touch .venv/unfinished
     trap 'interrupted=yes' INT
-    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$(constraints)" \
-        --editable ".[$extra]"; then
+    # Python compiles the modules that it imports; pip would compile all, for half a minute.
+    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+        --constraint "$(constraints)" --editable ".[$extra]"; then
         [[ -z "$interrupted" ]] || stop "interrupted during the installation; the same command begins it afresh"
         rm .venv/unfinished
         stop "pip could not install, for the reason above; fix it and run this again"

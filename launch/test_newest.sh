@@ -20,8 +20,8 @@ wanted="$(pwd && cat requirements.txt constraints-3.12.txt)"
 if [[ ! -f .venv-newest/installed || "$(<.venv-newest/installed)" != "$wanted" ]]; then
     say "Making .venv-newest with $("$newest" --version)"
     "$newest" -m venv --clear .venv-newest
-    .venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-3.12.txt \
-        --requirement requirements.txt beartype gcsfs hypothesis pytest pytest-xdist setuptools
+    .venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+        --constraint constraints-3.12.txt --requirement requirements.txt beartype gcsfs hypothesis pytest pytest-xdist setuptools
     printf '%s\n' "$wanted" >.venv-newest/installed
 fi
 
