@@ -211,7 +211,7 @@ class Experiment(Settings):
             shares[name] = {}
             for stage in (stages := stages_of(run)):
                 # Stages that are the same in everything that takes time are timed once.
-                same = stage.run.model, stage.run.data, stage.run.optimizer
+                same = stage.run.model, stage.run.data, stage.run.optimizer, stage.run.training.z_loss
                 stage_name = name if len(stages) == 1 else f"{name}, stage {stage.index + 1}"
                 part, _ = parts.setdefault(same, (stage_name, stage.run))
                 share = (stage.last_step - stage.first_step) / run.training.num_steps
