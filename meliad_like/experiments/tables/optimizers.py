@@ -1,4 +1,4 @@
-"""The files of `gin/optimizer/`: optimizers and schedules for the quick start's model and steps; not a paper's table."""
+"""The files of `gin/optimizer/`: optimizers and schedules for the quickstart's model; not a paper's table."""
 
 from meliad_like.config import about, shipped_files
 from meliad_like.experiments.tables.table import Panel, Row, Scale, Table
