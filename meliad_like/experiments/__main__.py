@@ -6,7 +6,7 @@ table1, table3, table4, table5   of Block-Recurrent Transformers
 shortformer                      of Shortformer: stages, infused positions and caches
 melodi                           of MELODI: compressed memories and a dense one
 mixers                           linear recurrences and hybrid stacks, at the sizes of table1
-optimizers                       optimizers and schedules, with the model of the quick start
+optimizers                       optimizers and schedules, with the model of the quickstart
 memory_map                       maps of what memories hold, with documents made for them
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model

@@ -1,5 +1,6 @@
 """A table at a scale, on some documents, in a folder: trained, timed and reported."""
 
+import dataclasses
 import math
 import os
 import sys
@@ -211,7 +212,8 @@ class Experiment(Settings):
             shares[name] = {}
             for stage in (stages := stages_of(run)):
                 # Stages that are the same in everything that takes time are timed once.
-                same = stage.run.model, stage.run.data, stage.run.optimizer, stage.run.training.z_loss
+                training = dataclasses.replace(stage.run.training, num_steps=1)
+                same = stage.run.model, stage.run.data, stage.run.optimizer, training
                 stage_name = name if len(stages) == 1 else f"{name}, stage {stage.index + 1}"
                 part, _ = parts.setdefault(same, (stage_name, stage.run))
                 share = (stage.last_step - stage.first_step) / run.training.num_steps

@@ -7,8 +7,7 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 13-layer baseline keeps one layer more.
 """
 
-from meliad_like.config import about, shipped_files
-from meliad_like.experiments.tables.table import Panel, Row, Scale, Table, line, read_bindings, read_rows
+from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows, rows_of_folder
 
 SCALES = {
     "tiny": Scale(
@@ -22,11 +21,7 @@ SCALES = {
     "paper": Scale(),
 }
 
-MIXERS = tuple(
-    Row(name, about(file).partition(" (")[0], (file,), "slide_13l")
-    for file in shipped_files()
-    if file.startswith("mixer/") and (name := file.removeprefix("mixer/").removesuffix(".gin"))
-)
+MIXERS = rows_of_folder("mixer", "slide_13l")
 """Mixers that came after the paper, each in a gin file that begins with its name, at the same sizes as table 1."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from meliad_like import config
-from meliad_like.config import RunConfig, with_changes
+from meliad_like.config import RunConfig, about, shipped_files, with_changes
 from meliad_like.config.shrinking import Divisors
 from meliad_like.errors import UserError
 
@@ -64,6 +64,12 @@ def read_rows(table: str) -> tuple[Row, ...]:
         paper = {name: known.pop(name) for name in papers if name in known}
         rows.append(Row(**known | {"files": tuple(known.get("files", "").split())}, paper=paper))
     return tuple(rows)
+
+
+def rows_of_folder(folder: str, baseline: str) -> tuple[Row, ...]:
+    """A row for each shipped gin file of a folder, with the file's name and the beginning of its first comment."""
+    files = [file for file in shipped_files() if file.startswith(f"{folder}/")]
+    return tuple(Row(Path(file).stem, about(file).partition(" (")[0], (file,), baseline) for file in files)
 
 
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
