@@ -164,7 +164,7 @@ def test_positions_that_change_keys_are_refused(position):
         jax.eval_shape(read, model.abstract_params)
 
 
-def trace(kernel, window_length, platform, dropout):
+def trace(kernel, window_length, platform, dropout, **options):
     """The program of a loss and its gradient for one device of a platform."""
     config = DecoderConfig(
         num_layers=1,
@@ -175,6 +175,7 @@ def trace(kernel, window_length, platform, dropout):
         window_length=window_length,
         dropout_rate=0.1,
         attention_kernel=kernel,
+        **options,
     )
     model = Model(config, 32)
 

@@ -14,6 +14,7 @@ from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers import kernel_check
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import Rotary
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models import decoder
 from meliad_like.models.decoder import DecoderConfig
 
@@ -26,7 +27,8 @@ def checked(capsys):
 
     def check(config, dtype="float32"):
         jax.clear_caches()  # a changed kernel would not be traced again
-        kernel = kernel_that_works.__wrapped__(config.shape, dtype, "interpreted")
+        kernel_check._checked.cache_clear()
+        kernel = kernel_that_works(config.shape, dtype, "interpreted")
         return kernel, capsys.readouterr().err
 
     return check
@@ -46,6 +48,23 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
     assert line.startswith("attention kernel: the default is used instead: the error of ")
+
+
+def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
+    states = RecurrentStates(num_states=4, layers=(0,))
+    config = dataclasses.replace(CONFIG, mixers=(states,), dropout_rate=0.1)
+    assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
+    one_state_less = functools.partial(of_fewer_states, KERNELS["interpreted"].attend_states)
+    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend_states=one_state_less))
+    kernel, line = checked(config)
+    assert kernel == "none" and "the default is used instead: the error of " in line
+
+
+def of_fewer_states(attend, query, scale, *parts):
+    """Attention without the last of the keys of each part."""
+    return attend(
+        query, scale, *(part._replace(key=part.key[..., :-1, :], value=part.value[..., :-1, :]) for part in parts)
+    )
 
 
 def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
@@ -75,4 +94,4 @@ def test_a_program_resolves_auto_and_a_cpu_changes_nothing(monkeypatch):
 
 
 def checked_nothing(config):
-    return kernel_that_works.__wrapped__(config.shape, "float32", "interpreted") == "none"
+    return kernel_that_works(config.shape, "float32", "interpreted") == "none"

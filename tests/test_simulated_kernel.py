@@ -22,8 +22,9 @@ def simulate(*setting):
 
 
 @pytest.mark.parametrize("setting", [SMALLEST, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in SWEEP)])
-def test_the_kernel_is_sound(setting):
-    output = simulate(*setting)
+@pytest.mark.parametrize("subject", [[], ["states"]])
+def test_the_kernel_is_sound(setting, subject):
+    output = simulate(*setting, *subject)
     assert "RACE DETECTED" not in output
     assert float(output.split()[-1]) < (0.02 if "bfloat16" in setting else 1e-5)
 

@@ -93,20 +93,20 @@ def attend_window_in_kernel(
 
 
 def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
-    """`run`, a function of the arguments of `attend_window_in_kernel`; under a mesh, each device runs it for its lanes
-    and heads, because the compiler can't divide a kernel among devices."""
+    """`run`, a function of the arguments of `attend_window_in_kernel`, on the mesh."""
+    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
+    tokens, by_head = PartitionSpec(lanes, None, heads), PartitionSpec(heads)
+    return sharded_on_mesh(run, (Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head), tokens)
+
+
+def sharded_on_mesh(run: Callable[..., Array], in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Array]:
+    """`run`; under a mesh, each device runs it for its part of the arrays, because the compiler can't divide a kernel
+    among devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    tokens, by_head = PartitionSpec(lanes, None, heads), PartitionSpec(heads)
-    return jax.shard_map(
-        run,
-        in_specs=(Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head),
-        out_specs=tokens,
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,
-    )
+    axis_names = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,7 +228,7 @@ def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, lo
         total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1)
         result = row.mix(row.dropped(weights).astype(dtype), heads.value, heads.before_value)
         mixed[row.queries, :] = (result / total).astype(dtype)
-        log_totals[index : index + 1, :] = _broadcast_transposed(highest + jnp.log(total))[:1]
+        log_totals[index : index + 1, :] = broadcast_transposed(highest + jnp.log(total))[:1]
 
 
 def backward_kernel(
@@ -259,17 +259,17 @@ def backward_kernel(
         dtype, cotangent = heads.query.dtype, cotangents[row.queries, :]
         inner = cotangent.astype(jnp.float32) * mixed[row.queries, :].astype(jnp.float32)
         inner = jnp.sum(inner, axis=1, keepdims=True)
-        weights = jnp.exp(row.scores() - _broadcast_transposed(log_totals[index : index + 1, :])[:, :1])
+        weights = jnp.exp(row.scores() - broadcast_transposed(log_totals[index : index + 1, :])[:, :1])
         products = row.products(cotangent, heads.value, heads.before_value)
         gradient = weights * (row.dropped(products) - inner)
         bias_sums[...] += row.rotated(gradient, back=True)
         weights, gradient = row.dropped(weights).astype(dtype), gradient.astype(dtype)
         of_query, query = row.mix(gradient, heads.key, heads.before_key), projected.query[row.queries, :]
         scale_sums[...] += jnp.sum(of_query * unit(query).astype(jnp.float32), axis=0, keepdims=True)
-        gradients.query[row.queries, :] = _before_unit(query, scale[head] * of_query)
+        gradients.query[row.queries, :] = before_unit(query, scale[head] * of_query)
         row.add(weights, cotangent, sums.value, sums.before_value)
         row.add(gradient, row.query, sums.key, sums.before_key)
-    gradients.key[...] = _before_unit(projected.key[...], sums.key[...])
+    gradients.key[...] = before_unit(projected.key[...], sums.key[...])
     gradients.value[...] = sums.value[...].astype(gradients.value.dtype)
     if not options.mask_previous:
         _clear_unless(is_valid, sums.before_key, sums.before_value)
@@ -313,7 +313,7 @@ def _fill(heads: Projected, projected: Projected, scale, options: Options, is_fi
         _clear_unless(is_valid, heads.before_key, heads.before_value)
 
 
-def _before_unit(x: Array, gradient: Array) -> Array:
+def before_unit(x: Array, gradient: Array) -> Array:
     """The gradient of vectors, from that of the vectors scaled to unit length."""
     y = x.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True) + UNIT_EPSILON)
@@ -392,7 +392,7 @@ def matrix_product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> 
     return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)
 
 
-def _broadcast_transposed(x: Array) -> Array:
+def broadcast_transposed(x: Array) -> Array:
     """The transpose of a column [rows, 1] or a row [1, rows], repeated to [rows, rows]."""
     return jnp.broadcast_to(x, (x.size, x.size)).T
 

@@ -1,4 +1,4 @@
-"""The kernels that compute a segment's attention to the window, by the names that a config gives them."""
+"""The kernels that compute a segment's attention, by the names that a config gives them."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.layers import attention_kernel, attention_kernel_gpu
+from meliad_like.layers import attention_kernel, attention_kernel_gpu, attention_kernel_states
 from meliad_like.layers.attention_kernel_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
 
@@ -14,10 +14,12 @@ ROWS = attention_kernel.ROWS
 
 
 class Kernel(NamedTuple):
-    """A kernel, and where it runs."""
+    """The kernels of a platform, and where they run."""
 
     attend: Callable[..., Array]
-    """The arguments are those of `attention_kernel.attend_window_in_kernel`."""
+    """Attention to the window; the arguments are those of `attention_kernel.attend_window_in_kernel`."""
+    attend_states: Callable[..., Array] | None
+    """Attention of and to states, as `attention_kernel_states.attend_unit_in_kernel`; None: without a kernel."""
     platform: str | None
     """None: any platform."""
     fits: Callable[[int, int], bool]
@@ -33,18 +35,24 @@ class Kernel(NamedTuple):
 KERNELS = {
     "tpu": Kernel(
         attention_kernel.attend_window_in_kernel,
+        attention_kernel_states.attend_unit_in_kernel,
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
         f"a TPU, and a window and heads of multiples of {ROWS}",
     ),
     "gpu": Kernel(
         attention_kernel_gpu.attend_window_in_kernel,
+        None,
         "gpu",
         lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
         f"a GPU, a window that is a multiple of {SMALLEST_TILE}, and heads of one of the sizes {HEAD_SIZES}",
     ),
     "interpreted": Kernel(
-        functools.partial(attention_kernel.attend_window_in_kernel, interpret=True), None, lambda w, k: True, ""
+        functools.partial(attention_kernel.attend_window_in_kernel, interpret=True),
+        functools.partial(attention_kernel_states.attend_unit_in_kernel, interpret=True),
+        None,
+        lambda w, k: True,
+        "",
     ),
 }
 
@@ -53,3 +61,9 @@ def kernel_of_platform(window_length: int, head_size: int) -> str:
     """The name of the kernel for the platform and these sizes; `none` if there is none."""
     names = (name for name, kernel in KERNELS.items() if kernel.platform and kernel.runs(window_length, head_size))
     return next(names, "none")
+
+
+def kernel_of_states(name: str, num_states: int, head_size: int) -> Callable[..., Array] | None:
+    """The kernel for attention of and to this many states that belongs to an `attention_kernel`; None if none does."""
+    kernel = KERNELS.get(name)
+    return kernel.attend_states if kernel and kernel.fits(num_states, head_size) else None

@@ -1,8 +1,13 @@
-"""The check of the attention kernel when a program starts: on the program's device, against the default computation."""
+"""The check of the attention kernels when a program starts: on the program's device, against the default computation.
+
+Where devices are only planned (`meliad_like.plan`), the kernels must compile for them.
+"""
 
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +15,11 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from meliad_like.layers.attention import unit
 from meliad_like.layers.backend import platform
-from meliad_like.layers.kernels import kernel_of_platform
-from meliad_like.mixers.base import At, Shape
+from meliad_like.layers.kernels import kernel_of_platform, kernel_of_states
+from meliad_like.mixers.base import At, Mixer, Shape
+from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import WindowAttention
-from meliad_like.mixers.token_heads import TokenCache
 
 BLOCKS_READ = ((1, 0, 1), (0, 1, 0))
 """The number of blocks of its document before each block, of two lanes: documents begin inside, and end there."""
@@ -27,9 +31,8 @@ ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
 distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
-@functools.cache
 def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
-    """The kernel, if it passes the check, otherwise `none`. None: that of this process's platform for these sizes.
+    """The kernel, if it passes the check, otherwise `none`. None: that of the program's platform for these sizes.
 
     One line on stderr says what was found. All processes must call it, and get the same result.
     """
@@ -39,24 +42,39 @@ def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> st
         return "none"
     if shape.position.build(shape.window_length, shape.num_heads, shape.model_width, rngs=nnx.Rngs(0)).changes_keys:
         return "none"
-    problem = _problem(shape, dtype, kernel)
+    planned = jax.sharding.get_abstract_mesh().abstract_device if platform() != jax.default_backend() else None
+    return _checked(shape, dtype, kernel, planned and planned.device_kind)
+
+
+@functools.cache
+def _checked(shape: Shape, dtype: str, kernel: str, planned_for: str | None) -> str:
+    """`planned_for`: the kind of the devices, if they are not here."""
+    problem = _problem(shape, dtype, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
         problem = problem or "another process refuses it"
+    found = f"compiled for {planned_for}" if planned_for else "checked on this device"
     refused = f"the default is used instead: {problem}"
-    print(f"attention kernel: {'checked on this device' if problem is None else refused}", file=sys.stderr, flush=True)
+    print(f"attention kernel: {found if problem is None else refused}", file=sys.stderr, flush=True)
     return kernel if problem is None else "none"
 
 
-def _problem(shape: Shape, dtype: str, kernel: str) -> str | None:
-    """The reason in one line why the kernel can't be used; None if its results are the default's."""
-    for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)]:
-        with jax.default_matmul_precision("highest"):
-            exact = _results(shape, "none", dtype, "float32", with_dropout)
-        default = _results(shape, "none", dtype, dtype, with_dropout)
+def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None:
+    """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
+    for build, with_dropout in _modules(shape, kernel):
+        trial = functools.partial(_trial, build, shape, with_dropout=with_dropout, rounded_to=dtype)
         try:
-            results = _results(shape, kernel, dtype, dtype, with_dropout)
+            run, make_inputs = trial(kernel, dtype)
+            if planned:
+                run.lower(jax.eval_shape(make_inputs)).compile()
+                continue
+            results = _by_name(run(make_inputs()))
         except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
             return f"it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        run, make_inputs = trial("none", dtype)
+        default = _by_name(run(make_inputs()))
+        with jax.default_matmul_precision("highest"):
+            run, make_inputs = trial("none", "float32")
+            exact = _by_name(run(make_inputs()))
         for name, x in exact.items():
             for order in (2, np.inf):
                 error, of_default = (np.linalg.norm(each[name] - x, order) for each in (results, default))
@@ -67,38 +85,68 @@ def _problem(shape: Shape, dtype: str, kernel: str) -> str | None:
     return None
 
 
-def _results(shape: Shape, kernel: str, rounded_to: str, dtype: str, with_dropout: bool) -> dict[str, np.ndarray]:
-    """The outputs and the gradients of all inputs by name, flat; the inputs are numbers of the type `rounded_to`."""
-    b, c, w = len(BLOCKS_READ), len(BLOCKS_READ[0]), shape.window_length
-    module = WindowAttention(dataclasses.replace(shape, attention_kernel=kernel), rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(module)
-    keys = iter(jax.random.split(jax.random.key(0), 99))
+def _modules(shape: Shape, kernel: str) -> Iterator[tuple[Callable[..., Mixer], bool]]:
+    """What is checked: constructors of modules that use the kernels, each with or without dropout."""
+    for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)]:
+        yield WindowAttention, with_dropout
+    states = next((each for mixers in shape.layers for each in mixers if isinstance(each, RecurrentStates)), None)
+    if states and kernel_of_states(kernel, states.num_states, shape.head_size):
+        yield states.build, False
 
-    def normal(*sizes: int) -> jax.Array:
-        return jax.random.normal(next(keys), sizes)
+
+def _trial(
+    build: Callable[..., Mixer], shape: Shape, kernel: str, dtype: str, *, rounded_to: str, with_dropout: bool
+) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """A jitted function that computes a module's outputs and the gradients of all inputs, and another that makes these,
+    numbers of the type `rounded_to`."""
+    b, c, w = len(BLOCKS_READ), len(BLOCKS_READ[0]), shape.window_length
+    shape = dataclasses.replace(shape, attention_kernel=kernel)
+
+    def module():
+        return build(shape, rngs=nnx.Rngs(0))
+
+    graphdef, _ = nnx.split(nnx.eval_shape(module))
+    carried, structure = jax.tree.flatten(jax.eval_shape(lambda: module().init_carry(b, jnp.dtype(dtype))))
+    read = np.asarray(BLOCKS_READ) * w
+
+    def is_position(x) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.integer)
 
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(rounded_to).astype(dtype)
 
-    # Perturbed, so that no scale is 1 and no bias is 0.
-    params = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape), params)
-    cached = (b, shape.num_heads, w, shape.head_size)
-    inputs = {"tokens": rounded(normal(b, c * w, shape.model_width)), "parameters": params}
-    inputs |= {"cached keys": rounded(unit(normal(*cached))), "cached values": rounded(normal(*cached))}
-    cotangent = rounded(normal(b, c * w, shape.inner_width))
-    read, dropout_key = jnp.asarray(BLOCKS_READ) * w, next(keys) if with_dropout else None
+    def make_inputs():
+        keys = iter(jax.random.split(jax.random.key(0), 99))
+
+        def normal(*sizes: int) -> jax.Array:
+            return jax.random.normal(next(keys), sizes)
+
+        # Perturbed, so that no scale is 1 and no bias is 0.
+        params = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape), nnx.state(module()))
+        inputs = {"tokens": rounded(normal(b, c * w, shape.model_width)), "parameters": params}
+        # Cached keys have about unit length.
+        vectors = [normal(*x.shape) / np.sqrt(x.shape[-1]) for x in carried if not is_position(x)]
+        return inputs | {"carry": list(map(rounded, vectors))}
 
     # The time of products doesn't matter here, and a GPU's compiler takes longest to try their algorithms.
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if platform() == "gpu" else None)
-    def run(inputs, cotangent):
+    def run(inputs):
         def attend(inputs):
-            cache = TokenCache(inputs["cached keys"], inputs["cached values"], read[:, 0])
-            module = nnx.merge(graphdef, inputs["parameters"])
-            return module(inputs["tokens"], At(read, {}), cache, dropout_key)[0]
+            vectors = iter(inputs["carry"])
+            carry = structure.unflatten([read[:, 0] if is_position(x) else next(vectors) for x in carried])
+            dropout_key = jax.random.key(1) if with_dropout else None
+            at = At(jnp.asarray(read), {})
+            return nnx.merge(graphdef, inputs["parameters"])(inputs["tokens"], at, carry, dropout_key)[0]
 
         outputs, pull_back = jax.vjp(attend, inputs)
+        cotangent = rounded(jax.random.normal(jax.random.key(2), outputs.shape))
         return {"outputs": outputs, "gradients": pull_back(cotangent)[0]}
 
-    leaves, _ = jax.tree.flatten_with_path(run(inputs, cotangent))
+    return run, make_inputs
+
+
+def _by_name(results: Any) -> dict[str, np.ndarray]:
+    """The arrays by name, flat."""
+    leaves, _ = jax.tree.flatten_with_path(results)
     names = (jax.tree_util.keystr(path, simple=True, separator=" ") for path, _ in leaves)
     return {name: np.asarray(x, np.float32).ravel() for name, (_, x) in zip(names, leaves, strict=True)}

@@ -16,14 +16,16 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit_query
+from meliad_like.layers.attention_kernel_states import ProjectedKeys
 from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import Linear, parameter, rematerialise_iteration, row_major
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.kernels import KERNELS, kernel_of_states
 from meliad_like.layers.sequence import num_parts, scan_in_order
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.state_cell import CellKind, GateKind, StateCell, StateHeads, TimeConstants
-from meliad_like.mixers.token_heads import TokenCache
+from meliad_like.mixers.state_cell import CellKind, GateKind, ProjectedStates, StateCell, StateHeads, TimeConstants
+from meliad_like.mixers.token_heads import Tile, TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -44,13 +46,20 @@ class StateAttention(nnx.Module):
 
     def __init__(self, shape: Shape, attention_scale: float, *, rngs: nnx.Rngs):
         self.num_heads = shape.num_heads
+        self.attention_kernel = shape.attention_kernel
         self.query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
         scale = jax.nn.initializers.constant(attention_scale)
         self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
 
-    def __call__(self, x: Float[Array, "b n d"], keys: KeysAndValues) -> Float[Array, "*batch h t k"]:
+    def __call__(self, x: Float[Array, "b n d"], keys: KeysAndValues | ProjectedKeys) -> Float[Array, "*batch h t k"]:
         """The results by head; separately for each block if the states' keys have a block axis."""
-        query = unit_query(split_heads(self.query(x), self.num_heads), self.attention_scale)
+        query = self.query(x)
+        if isinstance(keys, ProjectedKeys):
+            if keys.key.ndim == 4:
+                query = rearrange(query, "b (c w) i -> b c w i", c=keys.key.shape[1])
+            kernel = KERNELS[self.attention_kernel].attend_states
+            return split_heads(kernel(query, jnp.abs(self.attention_scale[...]), keys), self.num_heads)
+        query = unit_query(split_heads(query, self.num_heads), self.attention_scale)
         if keys.key.ndim == 5:
             query = rearrange(query, "b h (c w) k -> b c h w k", c=keys.key.shape[1])
         return attend_unit(query, keys)
@@ -67,6 +76,7 @@ class StateRecurrence(Mixer):
 
     def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
         self.shape = shape
+        self.kernel = kernel_of_states(shape.attention_kernel, config.num_states, shape.head_size)
         self.window = WindowAttention(shape, rngs=rngs)
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
         self.cell = StateCell(config, shape, rngs=rngs)
@@ -76,33 +86,42 @@ class StateRecurrence(Mixer):
 
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
-        states, keys = self._scan(carry.states, at.start, (tile.before, tile.block))
+        states, keys = self._scan(carry.states, at.start, self._blocks(tile))
         return tokens_of(window, self.reader(x, keys)), StatesCarry(cache, states)
 
-    def begin(self, states: Float[Array, "b r d"], start: Bool[Array, " b"]) -> tuple[Array, StateHeads]:
+    def begin(
+        self, states: Float[Array, "b r d"], start: Bool[Array, " b"]
+    ) -> tuple[Array, StateHeads | ProjectedStates]:
         """The states before a block, and their projections."""
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
-        return states, self.cell.heads(states)
+        return states, self.cell.heads(states) if self.kernel is None else self.cell.projected(states, self.kernel)
 
-    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], tiles: tuple[KeysAndValues, ...]):
-        """Runs the states over the blocks, and resets them where a document starts. `tiles` are the blocks before, and
-        the blocks. Returns the last states, and keys and values before each block."""
+    def _blocks(self, tile: Tile) -> tuple:
+        """What the states attend to: keys and values of the block before each block, and of the block, [c, b, ...]."""
+        if self.kernel is not None:
+            return self.window.heads.projected_keys(tile)
+        tokens, c = (tile.before, tile.block), tile.positions.shape[1]
+        if 1 < c and unrolls_blocks(c):
+            tokens = jax.tree.map(row_major, tokens)
+        return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), tokens)
+
+    def _scan(self, states: Float[Array, "b r d"], start: Bool[Array, "b c"], blocks: tuple):
+        """Runs the states over the blocks, and resets them where a document starts. Returns the last states, and keys
+        and values before each block."""
 
         def step(states, block):
-            start, tile = block
+            start, tokens = block
             states, heads = self.begin(states, start)
-            return self.cell.update(states, heads, *tile)[0], heads.keys
+            return self.cell.update(states, heads.attend(*tokens))[0], heads.keys
 
+        blocks = start.T, blocks
         if start.shape[1] == num_parts() == 1:
             # No loop, so that the compiler finds the projections that `publish` has computed already.
-            states, keys = step(states, jax.tree.map(lambda y: y[:, 0], (start, tiles)))
+            states, keys = step(states, jax.tree.map(lambda y: y[0], blocks))
             return states, jax.tree.map(lambda y: y[:, None], keys)
         unroll = unrolls_blocks(start.shape[1])
-        if unroll:
-            tiles = jax.tree.map(row_major, tiles)
-        else:
+        if not unroll:
             step = rematerialise_iteration(step)
-        blocks = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (start, tiles))
         states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks, unroll=unroll), states)
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
@@ -125,7 +144,7 @@ class StateRecurrence(Mixer):
 
     def end_block(self, carry):
         block = self.window.heads.keys_and_values(carry.window)
-        states, _ = self.cell.update(carry.states, carry.heads, carry.previous, block)
+        states, _ = self.cell.update(carry.states, carry.heads.attend(carry.previous, block))
         return self.begin_decoding(StatesCarry(carry.window, states))
 
 

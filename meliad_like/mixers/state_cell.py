@@ -3,6 +3,7 @@
 Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit, unit_query
+from meliad_like.layers.attention_kernel_states import ProjectedKeys
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import Shape
@@ -90,6 +92,25 @@ class StateHeads(NamedTuple):
     query: Array
     cross_query: Array
 
+    def attend(self, *tokens: KeysAndValues) -> Float[Array, "b r j"]:
+        """Attention of the states to each other and to the tokens of the block and the one before."""
+        return merge_heads(attend_unit(self.query, self.keys), attend_unit(self.cross_query, *tokens))
+
+
+class ProjectedStates(NamedTuple):
+    """The same for a kernel: projections, [b, r, i] each, and the attention scales of queries and cross queries."""
+
+    kernel: Callable[..., Array]
+    keys: ProjectedKeys
+    query: Array
+    cross_query: Array
+    scale: Array
+    cross_scale: Array
+
+    def attend(self, *tokens: ProjectedKeys) -> Float[Array, "b r j"]:
+        own = self.kernel(self.query, self.scale, self.keys)
+        return jnp.concatenate([own, self.kernel(self.cross_query, self.cross_scale, *tokens)], axis=-1)
+
 
 class StateCell(nnx.Module):
     """Updates the states of a layer by one block of tokens.
@@ -138,11 +159,20 @@ class StateCell(nnx.Module):
         """The learned states at the start of a document."""
         return jnp.broadcast_to(self.initial[...], (b, *self.initial.shape)).astype(dtype)
 
-    def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
-        """Projects the states. The state ids are added after the norm, so they reach the values as well."""
+    def _project(self, states: Float[Array, "b r d"]) -> list[Float[Array, "b r i"]]:
+        """Keys, values and both queries. The state ids are added after the norm, so they reach the values as well."""
         x = (self.norm(states).astype(jnp.float32) + self.identity[...]).astype(states.dtype)
-        projections = self.key, self.value, self.query, self.cross_query
-        key, value, query, cross_query = (split_heads(project(x), self.num_heads) for project in projections)
+        return [project(x) for project in (self.key, self.value, self.query, self.cross_query)]
+
+    def projected(self, states: Float[Array, "b r d"], kernel: Callable[..., Array]) -> ProjectedStates:
+        """Projects the states for a kernel."""
+        key, value, *queries = self._project(states)
+        scales = jnp.abs(self.attention_scale[...]), jnp.abs(self.cross_attention_scale[...])
+        return ProjectedStates(kernel, ProjectedKeys(key, value), *queries, *scales)
+
+    def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
+        """Projects the states."""
+        key, value, query, cross_query = (split_heads(x, self.num_heads) for x in self._project(states))
         return StateHeads(
             keys=KeysAndValues(unit(key), value),
             query=unit_query(query, self.attention_scale),
@@ -150,11 +180,10 @@ class StateCell(nnx.Module):
         )
 
     def update(
-        self, states: Float[Array, "b r d"], heads: StateHeads, *tokens: KeysAndValues
+        self, states: Float[Array, "b r d"], mixed: Float[Array, "b r j"]
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
-        """The next states: attention among the states and to the tokens of the block and the one before, then gates.
-        Returns the states, and the input of each gate, for `gate_values`. `heads` is `self.heads(states)`."""
-        mixed = merge_heads(attend_unit(heads.query, heads.keys), attend_unit(heads.cross_query, *tokens))
+        """The next states, through the gates. Returns them, and the input of each gate, for `gate_values`. `mixed` is
+        what the heads of `states` attend to."""
         inputs = {}
         if self.cell in ("skip", "dual"):
             inputs["attention_gate"] = mixed

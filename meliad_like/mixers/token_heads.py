@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.attention import KeysAndValues, merge_heads, scaled, split_heads
 from meliad_like.layers.attention_kernel import Projected
+from meliad_like.layers.attention_kernel_states import ProjectedKeys
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sequence import from_left
@@ -143,6 +144,17 @@ class TokenHeads(nnx.Module):
             projected=Projected(projected[2], *projected[:2], *of_before),
         )
         return tile, TokenCache(last_key, last_value, read)
+
+    def projected_keys(self, tile: Tile) -> tuple[ProjectedKeys, ProjectedKeys]:
+        """Keys and values of the block before and of the block, as they are projected, for a kernel: [c, b, w, i]."""
+        blocks = [rearrange(x, "b (c w) i -> c b w i", w=self.w) for x in (tile.projected.key, tile.projected.value)]
+        cached = tile.projected.before_key, tile.projected.before_value
+        before = [jnp.concatenate([first[None], x[:-1]]) for first, x in zip(cached, blocks)]
+        if not self.mask_empty_cache:
+            before = [jnp.where(tile.positions.T[:, :, None, None] > 0, x, 0) for x in before]
+        b, c = tile.positions.shape
+        from_cache = jnp.broadcast_to(np.arange(c)[:, None] == 0, (c, b))
+        return ProjectedKeys(*before, tile.before.visible.T, from_cache), ProjectedKeys(*blocks)
 
     def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Queries with their positions (`Position.placed`), times the attention scale."""

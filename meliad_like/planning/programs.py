@@ -1,5 +1,6 @@
 """The programs of a run, compiled for devices that this machine need not have, and what they need on each device."""
 
+import dataclasses
 import functools
 import re
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
-from meliad_like.mesh import carry_shardings, lane_sharding, make_mesh, replicated
+from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import Program, make_program
@@ -82,7 +83,7 @@ def needs(
     percent larger (docs/planning.md). Raises UserError if the mesh does not fit the devices, the lanes or the model.
     """
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
-    program = make_program(run, vocabulary_size, mesh)
+    program = make_program(placed(run, topology), vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     shapes = model.abstract_carry(num_lanes, decoding=True)
     shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
@@ -118,6 +119,12 @@ def needs(
         with jax.set_mesh(mesh):
             need = measure(compile_program, name, resident, flops / mesh.size, topology)
         yield need
+
+
+def placed(run: RunConfig, topology: Topology) -> RunConfig:
+    """The run with the kernels that compile for one of the devices, where its config leaves this to the program."""
+    with jax.set_mesh(make_mesh(MeshConfig(), topology.devices[:1])):
+        return dataclasses.replace(run, model=run.model.on_this_platform())
 
 
 def measure(

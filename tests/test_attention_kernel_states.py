@@ -1,0 +1,127 @@
+"""The kernel for the attention of and to states, interpreted, against the attention that all platforms share."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention_kernel import mean_square, trace
+
+from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit
+from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_unit_in_kernel
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.mixers.sliding_window import SlidingWindow
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+
+KERNEL = functools.partial(attend_unit_in_kernel, interpret=True)
+DECODER = DecoderConfig(
+    num_layers=2, model_width=16, num_heads=2, head_size=8, feedforward_width=16, window_length=4, dropout_rate=0.1
+)
+
+
+def reference(query, scale, *parts):
+    h = len(scale)
+    query = unit(split_heads(query, h))
+    query = (query.astype(jnp.float32) * scale[:, None, None]).astype(query.dtype)
+    by_head = []
+    for key, value, visible, has_unit_length in parts:
+        key, value = split_heads(key, h), split_heads(value, h)
+        given = False if has_unit_length is None else has_unit_length[..., None, None, None]
+        by_head.append(KeysAndValues(jnp.where(given, key, unit(key)), value, visible))
+    return merge_heads(attend_unit(query, *by_head))
+
+
+def draw(seed, dtype="float32"):
+    """Arguments of the kernel with one or two rows of queries, and a cotangent of its outputs."""
+    generator = np.random.default_rng(seed)
+    batch = [(2,), (3, 2)][seed % 2]
+    h, t, k = int(generator.integers(1, 4)), int(generator.choice([8, 128, 256])), int(generator.choice([4, 8]))
+
+    def normal(*shape):
+        return jnp.asarray(generator.standard_normal(shape), dtype)
+
+    def keys(*flags):
+        s = int(generator.integers(1, 20))
+        return ProjectedKeys(normal(*batch, s, h * k), normal(*batch, s, h * k), *flags)
+
+    flags = [jnp.asarray(generator.random(batch) < 0.5) for _ in range(2)]
+    parts = [[keys()], [keys(*flags), keys()], [keys(None, flags[0]), keys(flags[1]), keys()]][seed % 3]
+    return (normal(*batch, t, h * k), jnp.abs(normal(h)).astype("float32"), parts), normal(*batch, t, h * k)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def outputs_and_gradients(attend, arguments, cotangent):
+    query, scale, parts = arguments
+
+    def attended(query, scale, keys_and_values):
+        return attend(query, scale, *(ProjectedKeys(*x, *part[2:]) for x, part in zip(keys_and_values, parts)))
+
+    outputs, pull_back = jax.vjp(attended, query, scale, [part[:2] for part in parts])
+    return outputs, pull_back(cotangent)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outputs_and_gradients_equal_the_shared_attention(seed):
+    actual, expected = (outputs_and_gradients(attend, *draw(seed)) for attend in (KERNEL, reference))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
+    """On average over several draws, as for the window."""
+
+    def squared_errors(seed):
+        rounded = draw(seed, "bfloat16")
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, rounded)
+        expected = outputs_and_gradients(reference, *exact)
+        results = [outputs_and_gradients(attend, *rounded) for attend in (KERNEL, reference)]
+        # Parts differ between draws, so only the sums over all gradients are compared, and those of the outputs.
+        pairs = [list(zip(jax.tree.leaves(one), jax.tree.leaves(expected), strict=True)) for one in results]
+        return [[mean_square(x - y) for x, y in each[:3]] for each in pairs]
+
+    errors = np.sqrt(np.mean([squared_errors(seed) for seed in range(6)], axis=0))
+    assert (errors[0] < 1.5 * errors[1] + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("mask_empty_cache", "gate", "cell", "feedback"),
+    [(True, "fixed", "skip", False), (False, "lstm", "dual", False), (True, "fixed", "single", True)],
+)
+def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, cell, feedback):
+    generator, (b, c, w) = np.random.default_rng(0), (2, 3, DECODER.window_length)
+    tokens = jnp.asarray(generator.integers(0, 32, (2, b, c * w)), jnp.int32)
+    start = jnp.asarray(generator.random((2, b, c)) < 0.3)
+    states = RecurrentStates(num_states=8, gate=gate, cell=cell, layers=(0,))
+    mixers = (states, SlidingWindow(), *([StateReader()] if feedback else []))
+    default = dataclasses.replace(DECODER, mixers=mixers, mask_empty_cache=mask_empty_cache)
+
+    def of_two_segments(config):
+        model = Model(config, 32)
+
+        def perturbed(x):
+            return x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)
+
+        def loss(params):
+            module = model.bind(params)
+            first, carry = module(tokens[0], module.init_carry(b), start[0], jax.random.key(1))
+            second, carry = module(tokens[1], carry, start[1], jax.random.key(2))
+            return jnp.sum(first**2) + jnp.sum(second**3), (first, second, carry)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(jax.tree.map(perturbed, model.init(jax.random.key(0))))
+
+    results = map(of_two_segments, (default, dataclasses.replace(default, attention_kernel="interpreted")))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_states", "kernels"), [(384, 2 + 2 * 3), (320, 2)])
+def test_a_training_step_is_lowered_for_tpus_without_the_states_scores(num_states, kernels):
+    """Forward and backward: the window, the reader, the states among themselves and to the tokens. In a loop over the
+    blocks, each is there once. A number of states that is no multiple of 128 has no kernel."""
+    program = trace("tpu", 256, "tpu", False, mixers=(RecurrentStates(num_states=num_states, layers=(0,)),))
+    program = program.lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == kernels
+    assert (f"3x256x{num_states}x" in program) == (num_states == 320)
