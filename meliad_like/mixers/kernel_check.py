@@ -40,7 +40,8 @@ def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> st
     has_window = any(mixer.has_window for mixers in shape.layers for mixer in mixers)
     if kernel == "none" or not has_window:
         return "none"
-    if shape.position.build(shape.window_length, shape.num_heads, shape.model_width, rngs=nnx.Rngs(0)).changes_keys:
+    sizes = shape.window_length, shape.num_heads, shape.model_width
+    if nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
         return "none"
     planned = jax.sharding.get_abstract_mesh().abstract_device if platform() != jax.default_backend() else None
     return _checked(shape, dtype, kernel, planned and planned.device_kind)
