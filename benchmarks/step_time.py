@@ -20,6 +20,7 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like import config
+from meliad_like.command_line import keep_freed_memory
 from meliad_like.experiments.step_time import TimedStep, relative_time, time_in_turn
 from meliad_like.mesh import make_mesh
 from meliad_like.tables import Table
@@ -86,4 +87,5 @@ if __name__ == "__main__":
         os.execve(
             sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         )
+    keep_freed_memory()
     app.run(main)

@@ -1,6 +1,7 @@
 """One command for all, its help, and commands and trainings in one process."""
 
 import json
+import platform
 import re
 import signal
 import subprocess
@@ -165,6 +166,30 @@ def test_a_reader_that_ends_early_and_the_version():
     ended = forked.run("-c", textwrap.dedent(program))
     assert (ended.returncode, ended.stderr) == (141, "")
     assert re.fullmatch(r"\d+\.\d+.*\n", forked.run("-m", "meliad_like", "--version").stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_memory_that_a_step_frees_is_kept_for_the_next():
+    program = """
+        import resource
+        import numpy as np
+        from meliad_like.command_line import keep_freed_memory
+
+        def pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(10):
+                arrays = [np.ones(1 << 19) for _ in range(10)]
+                del arrays
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        given_back = pages()
+        keep_freed_memory()
+        pages()
+        print(given_back, pages())
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True)
+    given_back, kept = map(int, result.stdout.split())
+    assert kept < 100 < given_back
 
 
 def test_the_guides_training_in_python_runs_in_a_thread(tmp_path):
