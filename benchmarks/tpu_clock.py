@@ -19,7 +19,7 @@ from meliad_like.config import RunConfig
 from meliad_like.mesh import make_mesh
 from meliad_like.mixers.base import MIXERS
 from meliad_like.planning.collectives import KINDS, Instruction, Module
-from meliad_like.planning.programs import Need, measure, placed, state_parts
+from meliad_like.planning.programs import Need, measure, state_parts
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import make_program
 
@@ -77,8 +77,7 @@ class Clock(NamedTuple):
 
 def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tuple[Need, Clock | None]:
     """Compiles the training step of a run of one stage; no clock if it does not fit, or the compiler has none."""
-    mesh = make_mesh(run.mesh, topology.devices)
-    program, texts = make_program(placed(run, topology), vocabulary_size, mesh), []
+    program, texts = make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)), []
 
     def compile_step() -> jax.stages.Compiled:
         compiled = program.compile_step()

@@ -35,8 +35,8 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
 
 GLIBC_OPTIONS = {-1: 2**31 - 1, -2: 64 << 20, -3: 32 << 20}
-"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, in bytes. The last has its largest value: what is larger is
-never kept."""
+"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, in bytes. The last has its largest value:
+an array above it is always given back."""
 
 CONFIG_OF_CHECKPOINT = "the config comes from the checkpoint; --gin_param changes it"
 """Why `gin_file` has no effect on commands that open a checkpoint."""

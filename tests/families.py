@@ -40,7 +40,7 @@ CONFIGS = {
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),
-    "kernel": dataclasses.replace(SLIDE, attention_kernel="interpreted"),
+    "kernel": dataclasses.replace(SKIP, attention_kernel="interpreted"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "feedback": TWO.with_mixer(STATES).with_mixer(StateReader()),
     "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),

@@ -43,7 +43,7 @@ def largest_error(states: bool, w: int, rows: int, k: int, dtype: str, cores: in
         one, other, query, cotangent = (normal(B, w, h * k) for _ in range(4))
         parts = [ProjectedKeys(one, other, valid[:, 0], valid[:, 1]), ProjectedKeys(other, one)]
         inputs = (query, jnp.abs(normal(h)).astype("float32"), parts), cotangent
-        attends = functools.partial(attend_unit_in_kernel, interpret=simulation), of_states.reference
+        attends = functools.partial(attend_unit_in_kernel, rows=rows, interpret=simulation), of_states.reference
         results = [of_states.outputs_and_gradients(attend, *inputs) for attend in attends]
     else:
         projected = Projected(*(normal(B, n, h * k) for n in (C * w, C * w, C * w, w, w)))

@@ -10,7 +10,6 @@ import pytest
 from einops import rearrange
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from meliad_like.config import parse
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
@@ -214,8 +213,3 @@ def test_what_the_kernel_is_not_for(kernel, window_length, platform):
     message = f"not {platform}, window_length={window_length} and head_size=128: set it to 'none'"
     with pytest.raises(UserError, match=message):
         trace(kernel, window_length, platform, dropout=False)
-
-
-def test_the_file_chooses_it_for_the_window():
-    model = parse(["option/attention_kernel.gin"]).model
-    assert isinstance(model, DecoderConfig) and model.attention_kernel == "tpu"

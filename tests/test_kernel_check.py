@@ -47,21 +47,31 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     monkeypatch.setattr(attention_kernel, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
-    assert line.startswith("attention kernel: the default is used instead: the error of ")
+    assert line.startswith("attention kernel: the default is used instead: the window: the error of ")
 
 
 def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
     states = RecurrentStates(num_states=4, layers=(0,))
     config = dataclasses.replace(CONFIG, mixers=(states,), dropout_rate=0.1)
+    right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
-    one_state_less = functools.partial(of_fewer_states, KERNELS["interpreted"].attend_states)
-    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend_states=one_state_less))
-    kernel, line = checked(config)
-    assert kernel == "none" and "the default is used instead: the error of " in line
+    assert kernel_check._problem(config.shape, "float32", "interpreted", planned=True) is None
+    for wrong in (without_last_keys, without_block_before, without_unit_length):
+        broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(wrong, right))
+        monkeypatch.setitem(KERNELS, "interpreted", broken)
+        kernel, line = checked(config)
+        assert kernel == "none" and "the default is used instead: recurrent_states: the error of " in line
 
 
-def of_fewer_states(attend, query, scale, *parts):
-    """Attention without the last of the keys of each part."""
+def without_block_before(attend, query, scale, *parts):
+    return attend(query, scale, parts[-1])
+
+
+def without_unit_length(attend, query, scale, *parts):
+    return attend(query, scale, *(part._replace(has_unit_length=None) for part in parts))
+
+
+def without_last_keys(attend, query, scale, *parts):
     return attend(
         query, scale, *(part._replace(key=part.key[..., :-1, :], value=part.value[..., :-1, :]) for part in parts)
     )
@@ -72,7 +82,7 @@ def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
     monkeypatch.setitem(KERNELS, "interpreted", for_tpus)
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
-    assert "the default is used instead: it does not compile or run (ValueError: " in line
+    assert "the default is used instead: the window: it does not compile or run (ValueError: " in line
 
 
 def test_all_processes_decide_the_same(checked, monkeypatch):

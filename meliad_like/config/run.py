@@ -136,6 +136,10 @@ class RunConfig:
     trackers: tuple[TrackerConfig, ...] = kind_field(TRACKERS, lambda: (TensorBoard(),), many=True, may_change=True)
     """Where metrics are shown in addition to `metrics.jsonl`."""
 
+    def on_this_platform(self) -> "RunConfig":
+        """The same run with the model as it is computed on the devices of this program (`ModelConfig`)."""
+        return dataclasses.replace(self, model=self.model.on_this_platform())
+
     def __post_init__(self) -> None:
         self.data.check_model(self.model)
         num_lanes, parts = self.data.num_lanes, self.training.gradient_accumulation

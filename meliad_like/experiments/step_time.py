@@ -3,7 +3,6 @@
 Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,8 +24,7 @@ class TimedStep:
     """The training step of a run, compiled, with its state and a batch of random tokens; nothing is read from disk."""
 
     def __init__(self, run: RunConfig, vocabulary_size: int, mesh: Mesh):
-        placed = dataclasses.replace(run, model=run.model.on_this_platform())
-        program, began = make_program(placed, vocabulary_size, mesh), time.perf_counter()
+        program, began = make_program(run.on_this_platform(), vocabulary_size, mesh), time.perf_counter()
         self.step = program.compile_step()
         self.compile_seconds = time.perf_counter() - began
         self.run, self.model, self.state = run, program.model, program.initialise()

@@ -50,21 +50,25 @@ def attend_unit_in_kernel(
     query: Float[Array, "*batch t i"],
     scale: Float[Array, " h"],
     *parts: ProjectedKeys,
+    rows: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "*batch t i"]:
     """`attend_unit` of projections in one kernel, also under a mesh, where each device computes its lanes and heads.
 
     Queries and keys get unit length (`attention.unit`), and queries the scale of their head, which is not negative.
-    At least one of the parts is visible. The gradient reaches queries, scale, keys and values.
+    At least one of the parts is visible. The gradient reaches queries, scale, keys and values. `rows` is the number of
+    queries in each row of scores, a divisor of `t`; None: 128, or `t` if 128 is none.
     """
-    rows = ROWS if query.shape[-2] % ROWS == 0 else query.shape[-2]
+    if rows is None:
+        rows = ROWS if query.shape[-2] % ROWS == 0 else query.shape[-2]
     *batch, _, _ = query.shape
 
     def run(query, scale, parts):
         flat = query.reshape(-1, *query.shape[-2:])
         parts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), parts)
         keys_and_values, flags = [part[:2] for part in parts], [part[2:] for part in parts]
-        return _attend(Options(rows, interpret), flat, scale, keys_and_values, flags).reshape(query.shape)
+        mixed: Array = _attend(Options(rows, interpret), flat, scale, keys_and_values, flags)
+        return mixed.reshape(query.shape)
 
     lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
     vectors, by_lane = PartitionSpec(lanes, *[None] * len(batch), heads), PartitionSpec(lanes)
@@ -107,7 +111,7 @@ class _Grid:
         self.log_totals = self.by_head(self.t // options.rows, options.rows)
 
     def vectors(self, x) -> pl.BlockSpec:
-        """Those of one lane and head."""
+        """The vectors of one lane and head."""
         return pl.BlockSpec((None, x.shape[1], self.k), lambda b, h: (b, 0, h))
 
     def like(self, x):
@@ -115,6 +119,7 @@ class _Grid:
         return jax.ShapeDtypeStruct(x.shape, x.dtype), self.vectors(x)
 
     def by_head(self, *shape: int):
+        """An array of each lane and head, and the part of it that a run sees."""
         spec = pl.BlockSpec((None, None, *shape), lambda b, h: (b, h, 0, 0))
         return jax.ShapeDtypeStruct((self.b, self.h, *shape), jnp.float32), spec
 
@@ -135,7 +140,7 @@ class _Grid:
                 dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_LIMIT
             ),
             interpret=self.options.interpret,
-            name=kernel.__name__.strip("_"),
+            name=f"states{kernel.__name__}",
         )((flags, scale.astype(jnp.float32)), query, parts, *(x for x, _ in others))
 
 
@@ -148,13 +153,7 @@ class _Head:
         self.visible = [None if visible is None else visible[lane] > 0 for visible, _ in flags]
         self.has_unit_length = [None if given is None else given[lane] > 0 for _, given in flags]
         self.values = [value[...] for _, value in parts]
-        self.keys = [
-            self.unless(given, unit(key[...]), key[...]) for given, (key, _) in zip(self.has_unit_length, parts)
-        ]
-
-    @staticmethod
-    def unless(flag, x, instead):
-        return x if flag is None else jnp.where(flag, instead, x)
+        self.keys = [_choose(given, key[...], unit(key[...])) for given, (key, _) in zip(self.has_unit_length, parts)]
 
     def queries(self):
         """The slices of the rows."""
@@ -169,14 +168,19 @@ class _Head:
         return query, [jnp.where(visible, x, MASKED) for visible, x in zip(shown, scores)]
 
 
+def _choose(flag: Array | None, x: Array, otherwise: Array) -> Array:
+    """`x` where the flag is set; without a flag, `otherwise`."""
+    return otherwise if flag is None else jnp.where(flag, x, otherwise)
+
+
 def _forward_kernel(options, scalars, query, parts, mixed, log_totals):
     head = _Head(options, scalars, query, parts)
     for index, row in enumerate(head.queries()):
         _, scores = head.scores(row)
         highest = functools.reduce(jnp.maximum, [jnp.max(x, axis=1, keepdims=True) for x in scores])
         weights = [jnp.exp(x - highest).astype(query.dtype) for x in scores]
-        total = sum(jnp.sum(x.astype(jnp.float32), axis=1, keepdims=True) for x in weights)
-        result = sum(map(matrix_product, weights, head.values))
+        total = functools.reduce(jnp.add, [jnp.sum(x.astype(jnp.float32), axis=1, keepdims=True) for x in weights])
+        result = functools.reduce(jnp.add, map(matrix_product, weights, head.values))
         mixed[row, :] = (result / total).astype(mixed.dtype)
         log_totals[index : index + 1, :] = broadcast_transposed(highest + jnp.log(total))[:1]
 
@@ -207,5 +211,5 @@ def _backward_kernel(
     for index, (key, _) in enumerate(parts):
         key_sum, value_sum = (one[...] for one in sums[2 * index : 2 * index + 2])
         of_key = before_unit(key[...], key_sum)
-        of_parts[2 * index][...] = head.unless(head.has_unit_length[index], of_key, key_sum.astype(of_key.dtype))
+        of_parts[2 * index][...] = _choose(head.has_unit_length[index], key_sum.astype(of_key.dtype), of_key)
         of_parts[2 * index + 1][...] = value_sum.astype(of_parts[2 * index + 1].dtype)

@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
     platform: str | None
     """None: any platform."""
     fits: Callable[[int, int], bool]
-    """Whether it can be compiled for a window length and a head size."""
+    """Whether it can be compiled for this number of tokens in a window, or of states, and this head size."""
     needs: str
     """Platform and sizes, for a message."""
 

@@ -182,6 +182,10 @@ class MixerConfig:
     """The name of the mixer whose published values it reads. With `layers=None` it leaves out the layers of that mixer.
     The layers up to the last one with that mixer read a block before the next block."""
 
+    def has_own_kernel(self, shape: Shape) -> bool:
+        """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""
+        return False
+
     def check(self, shape: Shape) -> None:
         """Raises a UserError if a decoder of this shape can't have the mixer."""
 

@@ -16,13 +16,13 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from meliad_like.layers.backend import platform
-from meliad_like.layers.kernels import kernel_of_platform, kernel_of_states
-from meliad_like.mixers.base import At, Mixer, Shape
-from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.layers.kernels import kernel_of_platform
+from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
 
-BLOCKS_READ = ((1, 0, 1), (0, 1, 0))
-"""The number of blocks of its document before each block, of two lanes: documents begin inside, and end there."""
+BLOCKS_READ = ((1, 2, 0), (0, 1, 2))
+"""The number of blocks of its document before each block, of two lanes. Only the next block shows what states took from
+a block and the one before, so each document but the last goes on: one after a cached block, one after its first."""
 MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
 places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
@@ -61,7 +61,8 @@ def _checked(shape: Shape, dtype: str, kernel: str, planned_for: str | None) -> 
 
 def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None:
     """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
-    for build, with_dropout in _modules(shape, kernel):
+    for name, build, with_dropout in _modules(dataclasses.replace(shape, attention_kernel=kernel)):
+        which = f"{name}{' with dropout' * with_dropout}: "
         trial = functools.partial(_trial, build, shape, with_dropout=with_dropout, rounded_to=dtype)
         try:
             run, make_inputs = trial(kernel, dtype)
@@ -70,29 +71,29 @@ def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None
                 continue
             results = _by_name(run(make_inputs()))
         except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
-            return f"it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            return f"{which}it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         run, make_inputs = trial("none", dtype)
         default = _by_name(run(make_inputs()))
         with jax.default_matmul_precision("highest"):
             run, make_inputs = trial("none", "float32")
             exact = _by_name(run(make_inputs()))
-        for name, x in exact.items():
+        for array, x in exact.items():
             for order in (2, np.inf):
-                error, of_default = (np.linalg.norm(each[name] - x, order) for each in (results, default))
+                error, of_default = (np.linalg.norm(each[array] - x, order) for each in (results, default))
                 allowed = MOST_TIMES * of_default + ERRORS[dtype] * np.linalg.norm(x, order)
                 # Not `error > allowed`: NaN is refused.
                 if not error <= allowed:
-                    return f"the error of {name} is {error:.3g}, and should be at most {allowed:.3g}"
+                    return f"{which}the error of {array} is {error:.3g}, and should be at most {allowed:.3g}"
     return None
 
 
-def _modules(shape: Shape, kernel: str) -> Iterator[tuple[Callable[..., Mixer], bool]]:
-    """What is checked: constructors of modules that use the kernels, each with or without dropout."""
+def _modules(shape: Shape) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
+    """What is checked: the names and constructors of modules that use the kernels, with or without dropout."""
     for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)]:
-        yield WindowAttention, with_dropout
-    states = next((each for mixers in shape.layers for each in mixers if isinstance(each, RecurrentStates)), None)
-    if states and kernel_of_states(kernel, states.num_states, shape.head_size):
-        yield states.build, False
+        yield "the window", WindowAttention, with_dropout
+    for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:
+        if mixer.has_own_kernel(shape):
+            yield MIXERS.name_of(mixer), mixer.build, False
 
 
 def _trial(

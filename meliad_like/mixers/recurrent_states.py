@@ -58,6 +58,7 @@ class StateAttention(nnx.Module):
             if keys.key.ndim == 4:
                 query = rearrange(query, "b (c w) i -> b c w i", c=keys.key.shape[1])
             kernel = KERNELS[self.attention_kernel].attend_states
+            assert kernel is not None
             return split_heads(kernel(query, jnp.abs(self.attention_scale[...]), keys), self.num_heads)
         query = unit_query(split_heads(query, self.num_heads), self.attention_scale)
         if keys.key.ndim == 5:
@@ -76,7 +77,6 @@ class StateRecurrence(Mixer):
 
     def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
         self.shape = shape
-        self.kernel = kernel_of_states(shape.attention_kernel, config.num_states, shape.head_size)
         self.window = WindowAttention(shape, rngs=rngs)
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
         self.cell = StateCell(config, shape, rngs=rngs)
@@ -94,11 +94,11 @@ class StateRecurrence(Mixer):
     ) -> tuple[Array, StateHeads | ProjectedStates]:
         """The states before a block, and their projections."""
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
-        return states, self.cell.heads(states) if self.kernel is None else self.cell.projected(states, self.kernel)
+        return states, self.cell.heads(states) if self.cell.kernel is None else self.cell.projected(states)
 
     def _blocks(self, tile: Tile) -> tuple:
         """What the states attend to: keys and values of the block before each block, and of the block, [c, b, ...]."""
-        if self.kernel is not None:
+        if self.cell.kernel is not None:
             return self.window.heads.projected_keys(tile)
         tokens, c = (tile.before, tile.block), tile.positions.shape[1]
         if 1 < c and unrolls_blocks(c):
@@ -112,7 +112,7 @@ class StateRecurrence(Mixer):
         def step(states, block):
             start, tokens = block
             states, heads = self.begin(states, start)
-            return self.cell.update(states, heads.attend(*tokens))[0], heads.keys
+            return self.cell.update(states, self.cell.attend(heads, *tokens))[0], heads.keys
 
         blocks = start.T, blocks
         if start.shape[1] == num_parts() == 1:
@@ -144,7 +144,7 @@ class StateRecurrence(Mixer):
 
     def end_block(self, carry):
         block = self.window.heads.keys_and_values(carry.window)
-        states, _ = self.cell.update(carry.states, carry.heads.attend(carry.previous, block))
+        states, _ = self.cell.update(carry.states, self.cell.attend(carry.heads, carry.previous, block))
         return self.begin_decoding(StatesCarry(carry.window, states))
 
 
@@ -201,6 +201,9 @@ class RecurrentStates(StatesConfig):
     def traits(self, shape):
         return window_traits(shape)._replace(states=("states",), needs_segments=self.needs_segments)
 
+    def has_own_kernel(self, shape):
+        return kernel_of_states(shape.attention_kernel, self.num_states, shape.head_size) is not None
+
 
 class FeedbackReader(Mixer):
     """Tokens attend to the states that other layers publish before their block."""
@@ -212,7 +215,7 @@ class FeedbackReader(Mixer):
     def init_carry(self, b, dtype):
         return ()
 
-    def _keys(self, at) -> KeysAndValues:
+    def _keys(self, at) -> KeysAndValues | ProjectedKeys:
         published = at.published["recurrent_states"]
         if self.which == "last":
             return published[-1]

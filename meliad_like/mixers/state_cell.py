@@ -3,7 +3,6 @@
 Block-Recurrent Transformers, sections 3.2 to 3.4.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit, unit_query
 from meliad_like.layers.attention_kernel_states import ProjectedKeys
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rows
+from meliad_like.layers.kernels import kernel_of_states
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import Shape
 
@@ -92,24 +92,13 @@ class StateHeads(NamedTuple):
     query: Array
     cross_query: Array
 
-    def attend(self, *tokens: KeysAndValues) -> Float[Array, "b r j"]:
-        """Attention of the states to each other and to the tokens of the block and the one before."""
-        return merge_heads(attend_unit(self.query, self.keys), attend_unit(self.cross_query, *tokens))
-
 
 class ProjectedStates(NamedTuple):
-    """The same for a kernel: projections, [b, r, i] each, and the attention scales of queries and cross queries."""
+    """The projections of the states before a block, [b, r, i] each, for a kernel."""
 
-    kernel: Callable[..., Array]
     keys: ProjectedKeys
     query: Array
     cross_query: Array
-    scale: Array
-    cross_scale: Array
-
-    def attend(self, *tokens: ProjectedKeys) -> Float[Array, "b r j"]:
-        own = self.kernel(self.query, self.scale, self.keys)
-        return jnp.concatenate([own, self.kernel(self.cross_query, self.cross_scale, *tokens)], axis=-1)
 
 
 class StateCell(nnx.Module):
@@ -122,6 +111,7 @@ class StateCell(nnx.Module):
 
     def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
         self.num_heads, self.cell = shape.num_heads, config.cell
+        self.kernel = kernel_of_states(shape.attention_kernel, config.num_states, shape.head_size)
         num_states, d, f, inner = config.num_states, shape.model_width, shape.feedforward_width, shape.inner_width
         normal = jax.nn.initializers.normal
         self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"))
@@ -164,11 +154,10 @@ class StateCell(nnx.Module):
         x = (self.norm(states).astype(jnp.float32) + self.identity[...]).astype(states.dtype)
         return [project(x) for project in (self.key, self.value, self.query, self.cross_query)]
 
-    def projected(self, states: Float[Array, "b r d"], kernel: Callable[..., Array]) -> ProjectedStates:
+    def projected(self, states: Float[Array, "b r d"]) -> ProjectedStates:
         """Projects the states for a kernel."""
         key, value, *queries = self._project(states)
-        scales = jnp.abs(self.attention_scale[...]), jnp.abs(self.cross_attention_scale[...])
-        return ProjectedStates(kernel, ProjectedKeys(key, value), *queries, *scales)
+        return ProjectedStates(ProjectedKeys(key, value), *queries)
 
     def heads(self, states: Float[Array, "b r d"]) -> StateHeads:
         """Projects the states."""
@@ -179,11 +168,22 @@ class StateCell(nnx.Module):
             cross_query=unit_query(cross_query, self.cross_attention_scale),
         )
 
+    def attend(
+        self, heads: StateHeads | ProjectedStates, *tokens: KeysAndValues | ProjectedKeys
+    ) -> Float[Array, "b r j"]:
+        """Attention of the states to each other, and to the tokens of the block before and of the block."""
+        if isinstance(heads, StateHeads):
+            return merge_heads(attend_unit(heads.query, heads.keys), attend_unit(heads.cross_query, *tokens))
+        assert self.kernel is not None
+        scale, cross_scale = jnp.abs(self.attention_scale[...]), jnp.abs(self.cross_attention_scale[...])
+        among_states = self.kernel(heads.query, scale, heads.keys)
+        return jnp.concatenate([among_states, self.kernel(heads.cross_query, cross_scale, *tokens)], axis=-1)
+
     def update(
         self, states: Float[Array, "b r d"], mixed: Float[Array, "b r j"]
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
         """The next states, through the gates. Returns them, and the input of each gate, for `gate_values`. `mixed` is
-        what the heads of `states` attend to."""
+        the result of the states' attention (`attend`)."""
         inputs = {}
         if self.cell in ("skip", "dual"):
             inputs["attention_gate"] = mixed

@@ -147,14 +147,18 @@ class TokenHeads(nnx.Module):
 
     def projected_keys(self, tile: Tile) -> tuple[ProjectedKeys, ProjectedKeys]:
         """Keys and values of the block before and of the block, as they are projected, for a kernel: [c, b, w, i]."""
-        blocks = [rearrange(x, "b (c w) i -> c b w i", w=self.w) for x in (tile.projected.key, tile.projected.value)]
-        cached = tile.projected.before_key, tile.projected.before_value
-        before = [jnp.concatenate([first[None], x[:-1]]) for first, x in zip(cached, blocks)]
-        if not self.mask_empty_cache:
-            before = [jnp.where(tile.positions.T[:, :, None, None] > 0, x, 0) for x in before]
-        b, c = tile.positions.shape
-        from_cache = jnp.broadcast_to(np.arange(c)[:, None] == 0, (c, b))
-        return ProjectedKeys(*before, tile.before.visible.T, from_cache), ProjectedKeys(*blocks)
+        positions, projected = tile.positions.T, tile.projected
+
+        def with_before(x, cached):
+            blocks = rearrange(x, "b (c w) i -> c b w i", w=self.w)
+            before = jnp.concatenate([cached[None], blocks[:-1]])
+            return blocks, before if self.mask_empty_cache else jnp.where(positions[:, :, None, None] > 0, before, 0)
+
+        key, key_before = with_before(projected.key, projected.before_key)
+        value, value_before = with_before(projected.value, projected.before_value)
+        visible = positions > 0 if self.mask_empty_cache else None
+        from_cache = jnp.broadcast_to(np.arange(len(positions))[:, None] == 0, positions.shape)
+        return ProjectedKeys(key_before, value_before, visible, from_cache), ProjectedKeys(key, value)
 
     def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Queries with their positions (`Position.placed`), times the attention scale."""

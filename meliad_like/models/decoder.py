@@ -54,9 +54,9 @@ class DecoderConfig(ModelConfig):
     layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
     """The kinds of layers in which things happen in another order than in the standard layer."""
     attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
-    """The kernel that computes a segment's attention to the window without its scores in memory
-    (`layers/kernels.py`): none, one compiled for TPUs or for NVIDIA GPUs, or the first interpreted, for tests. `auto`:
-    that of the platform where it passes a check (`mixers/kernel_check.py`), otherwise none."""
+    """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
+    (`layers/kernels.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
+    the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     feedforward_bias: bool = False

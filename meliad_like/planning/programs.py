@@ -1,6 +1,5 @@
 """The programs of a run, compiled for devices that this machine need not have, and what they need on each device."""
 
-import dataclasses
 import functools
 import re
 import time
@@ -124,7 +123,7 @@ def needs(
 def placed(run: RunConfig, topology: Topology) -> RunConfig:
     """The run with the kernels that compile for one of the devices, where its config leaves this to the program."""
     with jax.set_mesh(make_mesh(MeshConfig(), topology.devices[:1])):
-        return dataclasses.replace(run, model=run.model.on_this_platform())
+        return run.on_this_platform()
 
 
 def measure(

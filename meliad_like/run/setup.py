@@ -1,6 +1,5 @@
 """Set-up of a training: documents, reader, mesh and program, and the state to begin with."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -65,8 +64,9 @@ def set_up(whole_run: RunConfig, stage: Stage | None = None, mesh: Mesh | None =
     for each in stages_of(whole_run):
         each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
     reader = make_reader(stage, stores)
-    placed = dataclasses.replace(run, model=run.model.on_this_platform())
-    program = make_program(placed, stores[0].vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh)
+    program = make_program(
+        run.on_this_platform(), stores[0].vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh
+    )
     return Setup(run, whole_run, stage, stores, stores[0], reader, program, program.model, program.mesh)
 
 

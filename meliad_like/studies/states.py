@@ -65,5 +65,5 @@ def _gates(mixer: StateRecurrence, before: StatesCarry, after: StatesCarry) -> d
     """The gates of recurrent states, whose input is computed again from the windows before and after the block."""
     begun = mixer.begin_decoding(before)
     block = mixer.window.heads.keys_and_values(after.window)
-    _, read = mixer.cell.update(begun.states, begun.heads.attend(begun.previous, block))
+    _, read = mixer.cell.update(begun.states, mixer.cell.attend(begun.heads, begun.previous, block))
     return mixer.cell.gate_values(read)
