@@ -120,8 +120,9 @@ def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, ce
 
 @pytest.mark.parametrize(("num_states", "kernels"), [(384, 2 + 2 * 3), (320, 2)])
 def test_a_training_step_is_lowered_for_tpus_without_the_states_scores(num_states, kernels):
-    """Forward and backward: the window, the reader, the states among themselves and to the tokens. The scan's body is
-    one function, so each is there once. A number of states that is no multiple of 128 has no kernel."""
+    """There is a kernel for the forward pass and one for the backward pass of the attention to the window, of tokens to
+    states, among states, and of states to tokens. Both iterations of the scan call the same function, so that each of
+    its kernels appears once. If the number of states is not a multiple of 128, only the window has kernels."""
     program = trace("tpu", 256, "tpu", False, mixers=(RecurrentStates(num_states=num_states, layers=(0,)),))
     program = program.lower(lowering_platforms=("tpu",)).as_text()
     assert program.count("tpu_custom_call") == kernels

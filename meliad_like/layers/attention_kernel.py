@@ -86,8 +86,7 @@ def attend_window_in_kernel(
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]
-    if rows is None:
-        rows = ROWS if w % ROWS == 0 else w
+    rows = rows or rows_of(w)
     run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, interpret)))
     return run(projected, scale, bias, previous_valid, multiplier)
 
@@ -301,8 +300,7 @@ def _clear_unless(is_valid: Array, *arrays: Any) -> None:
 
 def _fill(heads: Projected, projected: Projected, scale, options: Options, is_first, is_valid) -> None:
     """Fills the arrays of a block; if it is not the first one, those of the block before are there."""
-    query = unit(projected.query[...])
-    heads.query[...] = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    heads.query[...] = scaled_unit(projected.query[...], scale)
     heads.key[...], heads.value[...] = unit(projected.key[...]), projected.value[...]
 
     @pl.when(is_first)
@@ -311,6 +309,17 @@ def _fill(heads: Projected, projected: Projected, scale, options: Options, is_fi
 
     if not options.mask_previous:
         _clear_unless(is_valid, heads.before_key, heads.before_value)
+
+
+def rows_of(num_queries: int) -> int:
+    """The default number of queries in each row of scores."""
+    return ROWS if num_queries % ROWS == 0 else num_queries
+
+
+def scaled_unit(query: Array, scale: Array) -> Array:
+    """Queries with unit length, times the scale of their head."""
+    query = unit(query)
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
 def before_unit(x: Array, gradient: Array) -> Array:

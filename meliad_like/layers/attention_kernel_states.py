@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import MASKED, unit
 from meliad_like.layers.attention_kernel import (
-    ROWS,
     VMEM_LIMIT,
     before_unit,
     broadcast_transposed,
     matrix_product,
+    rows_of,
+    scaled_unit,
     sharded_on_mesh,
 )
 from meliad_like.layers.sharding import MESH_AXES_OF
@@ -59,8 +60,7 @@ def attend_unit_in_kernel(
     At least one of the parts is visible. The gradient reaches queries, scale, keys and values. `rows` is the number of
     queries in each row of scores, a divisor of `t`; None: 128, or `t` if 128 is none.
     """
-    if rows is None:
-        rows = ROWS if query.shape[-2] % ROWS == 0 else query.shape[-2]
+    rows = rows or rows_of(query.shape[-2])
     *batch, _, _ = query.shape
 
     def run(query, scale, parts):
@@ -161,8 +161,7 @@ class _Head:
 
     def scores(self, row: slice):
         """The queries of a row with unit length and scale, and their scores with each part of the keys."""
-        query = unit(self.query[row, :])
-        query = (query.astype(jnp.float32) * self.scale).astype(query.dtype)
+        query = scaled_unit(self.query[row, :], self.scale)
         scores = [matrix_product(query, key, (1, 1)) for key in self.keys]
         shown = (True if visible is None else visible for visible in self.visible)
         return query, [jnp.where(visible, x, MASKED) for visible, x in zip(shown, scores)]

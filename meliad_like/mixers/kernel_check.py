@@ -21,8 +21,9 @@ from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
 
 BLOCKS_READ = ((1, 2, 0), (0, 1, 2))
-"""The number of blocks of its document before each block, of two lanes. Only the next block shows what states took from
-a block and the one before, so each document but the last goes on: one after a cached block, one after its first."""
+"""The number of blocks of the document before each block, in two lanes. In the first, a document continues from the
+cache, and another begins; in the second, a document begins and continues. Outputs depend on the update of the states by
+a block only if the document continues after it."""
 MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
 places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
@@ -69,14 +70,12 @@ def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None
             if planned:
                 run.lower(jax.eval_shape(make_inputs)).compile()
                 continue
-            results = _by_name(run(make_inputs()))
+            results = _results(run, make_inputs)
         except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
             return f"{which}it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        run, make_inputs = trial("none", dtype)
-        default = _by_name(run(make_inputs()))
+        default = _results(*trial("none", dtype))
         with jax.default_matmul_precision("highest"):
-            run, make_inputs = trial("none", "float32")
-            exact = _by_name(run(make_inputs()))
+            exact = _results(*trial("none", "float32"))
         for array, x in exact.items():
             for order in (2, np.inf):
                 error, of_default = (np.linalg.norm(each[array] - x, order) for each in (results, default))
@@ -147,8 +146,8 @@ def _trial(
     return run, make_inputs
 
 
-def _by_name(results: Any) -> dict[str, np.ndarray]:
-    """The arrays by name, flat."""
-    leaves, _ = jax.tree.flatten_with_path(results)
+def _results(run: Any, make_inputs: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The outputs and gradients of a trial by name, flat."""
+    leaves, _ = jax.tree.flatten_with_path(run(make_inputs()))
     names = (jax.tree_util.keystr(path, simple=True, separator=" ") for path, _ in leaves)
     return {name: np.asarray(x, np.float32).ravel() for name, (_, x) in zip(names, leaves, strict=True)}
