@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.attention_kernel_gpu import DEFAULT, Options, Tiling, attend_window_in_kernel
-from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 
 LANES = flags.DEFINE_integer("lanes", 4, "Lanes.")
@@ -53,16 +53,18 @@ TILINGS = {
     ],
 }
 """The tilings of each of the three kernels."""
+RATE = 0.1
+"""The rate of dropout."""
 
 
-def default_attention(projected, scale, bias, valid, multiplier):
+def default_attention(projected, scale, bias, valid, kept):
     h, w = bias.shape
     heads = [rearrange(x, "b (c w) (h k) -> b c h w k", h=h, w=w) for x in projected]
     query, key, value, before_key, before_value = heads
     query, key = (unit(query).astype(jnp.float32) * scale[:, None, None]).astype(query.dtype), unit(key)
     previous_key = jnp.concatenate([before_key, key[:, :-1]], axis=1)
     previous_value = jnp.concatenate([before_value, value[:, :-1]], axis=1)
-    mixed = attend_window(query, key, value, previous_key, previous_value, bias, valid, multiplier)
+    mixed = attend_window(query, key, value, previous_key, previous_value, bias, valid, multiplier_of(kept, RATE))
     return rearrange(mixed, "b c h w k -> b (c w) (h k)")
 
 
@@ -91,7 +93,9 @@ def programs():
     for part, function in PARTS.items():
         yield (part, "default"), functools.partial(function, default_attention)
         for tiling in TILINGS[part]:
-            kernel = functools.partial(attend_window_in_kernel, options=DEFAULT._replace(**{part: tiling}))
+            kernel = functools.partial(
+                attend_window_in_kernel, dropout_rate=RATE, options=DEFAULT._replace(**{part: tiling})
+            )
             yield (part, str(tiling)), functools.partial(function, kernel)
 
 
@@ -105,8 +109,8 @@ def inputs(dropout: bool):
     projected = Projected(*(normal(b, length, inner) for length in (n, n, n, w, w)))
     projected = projected._replace(before_key=unit(projected.before_key.reshape(b, w, h, -1)).reshape(b, w, inner))
     arguments = projected, 4 + normal(h, dtype="float32"), normal(h, w, dtype="float32")
-    multiplier = dropout_multiplier(next(keys), 0.1, (h, w, w)) if dropout else None
-    return arguments, (jax.random.bernoulli(next(keys), 0.9, (b, BLOCKS.value)), multiplier), normal(b, n, inner)
+    kept = kept_by_dropout(next(keys), RATE, (h, w, w)) if dropout else None
+    return arguments, (jax.random.bernoulli(next(keys), 0.9, (b, BLOCKS.value)), kept), normal(b, n, inner)
 
 
 def compiled(function, arguments):
@@ -170,7 +174,8 @@ def fastest_options() -> Options:
 
 def time_layer(options: Options) -> None:
     """Times a layer's attention by default and with the kernel, with and without dropout."""
-    attends = {"default": default_attention, "kernel": functools.partial(attend_window_in_kernel, options=options)}
+    kernel = functools.partial(attend_window_in_kernel, dropout_rate=RATE, options=options)
+    attends = {"default": default_attention, "kernel": kernel}
     functions = {
         (part, name): functools.partial(PARTS[part], attend)
         for part in ("forward", "of_keys")

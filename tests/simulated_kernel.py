@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from meliad_like.layers import attention_kernel
 from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_unit_in_kernel
-from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.basic import kept_by_dropout
 
 B, C = 2, 2
 
@@ -52,10 +52,10 @@ def largest_error(states: bool, w: int, rows: int, k: int, dtype: str, cores: in
             "scale": normal(h).astype("float32"),
             "bias": normal(h, w).astype("float32"),
         }
-        multiplier = dropout_multiplier(jax.random.key(0), 0.3, (h, w, w), jnp.float32)
-        kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=simulation, mask_previous=True)
+        kept, rate = kept_by_dropout(jax.random.key(0), of_window.RATE, (h, w, w)), of_window.RATE
+        kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=simulation, dropout_rate=rate)
         attends = kernel, functools.partial(of_window.reference, mask_previous=True)
-        inputs = arguments, valid, multiplier, normal(B, C * w, h * k)
+        inputs = arguments, valid, kept, normal(B, C * w, h * k)
         results = [of_window.outputs_and_gradients(attend, *inputs) for attend in attends]
     actual, expected = map(jax.tree.leaves, results)
     errors = [jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)) for x, y in zip(actual, expected, strict=True)]

@@ -13,11 +13,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+
+RATE = 0.3
+"""The rate of dropout, where there is any."""
 
 
 def draw(seed):
@@ -36,11 +39,11 @@ def draw(seed):
         "bias": normal(h, w),
     }
     valid = jnp.asarray(generator.random((b, c)) < 0.6)
-    multiplier = dropout_multiplier(jax.random.key(seed), 0.3, (h, w, w), jnp.float32) if seed % 2 else None
-    return arguments, valid, multiplier, normal(b, c * w, h * k), rows, bool(seed % 3)
+    kept = kept_by_dropout(jax.random.key(seed), RATE, (h, w, w)) if seed % 2 else None
+    return arguments, valid, kept, normal(b, c * w, h * k), rows, bool(seed % 3)
 
 
-def reference(projected, scale, bias, valid, multiplier, *, mask_previous):
+def reference(projected, scale, bias, valid, kept, *, mask_previous):
     h, w = bias.shape
     query, key, value, before_key, before_value = (
         rearrange(x, "b (c w) (h k) -> b c h w k", h=h, w=w) for x in projected
@@ -52,11 +55,11 @@ def reference(projected, scale, bias, valid, multiplier, *, mask_previous):
     if not mask_previous:
         previous = [jnp.where(valid[:, :, None, None, None], x, 0) for x in previous]
         valid = jnp.ones_like(valid)
-    mixed = attend_window(query, key, value, *previous, bias, valid, multiplier)
+    mixed = attend_window(query, key, value, *previous, bias, valid, multiplier_of(kept, RATE))
     return rearrange(mixed, "b c h w k -> b (c w) (h k)")
 
 
-def outputs_and_gradients(attend, arguments, valid, multiplier, cotangent):
+def outputs_and_gradients(attend, arguments, valid, kept, cotangent):
     def attended(arguments):
         scale = jnp.abs(arguments["scale"])
         # Keys of the block before come from a cache, where they have unit length.
@@ -66,7 +69,7 @@ def outputs_and_gradients(attend, arguments, valid, multiplier, cotangent):
             unit(rearrange(projected.before_key, "b w (h k) -> b w h k", k=k)), "b w h k -> b w (h k)"
         )
         projected = projected._replace(before_key=before_key)
-        return attend(projected, scale, arguments["bias"] * scale[:, None], valid, multiplier)
+        return attend(projected, scale, arguments["bias"] * scale[:, None], valid, kept)
 
     @jax.jit
     def both(arguments):
@@ -77,7 +80,7 @@ def outputs_and_gradients(attend, arguments, valid, multiplier, cotangent):
 
 
 def kernel_and_reference(name, rows, mask_previous):
-    kernel = functools.partial(KERNELS[name].attend, rows=rows, interpret=True)
+    kernel = functools.partial(KERNELS[name].attend, rows=rows, dropout_rate=RATE, interpret=True)
     return [functools.partial(attend, mask_previous=mask_previous) for attend in (kernel, reference)]
 
 
@@ -100,13 +103,13 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention(name):
     """On average over several draws: in the smallest arrays of one draw, single numbers decide."""
 
     def squared_errors(seed):
-        arguments, valid, multiplier, cotangent, rows, _ = draw(seed)
+        arguments, valid, kept, cotangent, rows, _ = draw(seed)
         rounded = arguments | {"projected": Projected(*(x.astype(jnp.bfloat16) for x in arguments["projected"]))}
         cotangent = cotangent.astype(jnp.bfloat16)
         exact = jax.tree.map(lambda x: x.astype(jnp.float32), (rounded, cotangent))
         attends = kernel_and_reference(name, rows, True)
-        expected = outputs_and_gradients(attends[1], exact[0], valid, multiplier, exact[1])
-        results = [outputs_and_gradients(attend, rounded, valid, multiplier, cotangent) for attend in attends]
+        expected = outputs_and_gradients(attends[1], exact[0], valid, kept, exact[1])
+        results = [outputs_and_gradients(attend, rounded, valid, kept, cotangent) for attend in attends]
         return [[mean_square(x - y) for x, y in zip(*map(jax.tree.leaves, (one, expected)))] for one in results]
 
     errors = np.sqrt(np.mean([squared_errors(seed) for seed in (1, 3, 5, 7)], axis=0))
@@ -194,7 +197,7 @@ def trace(kernel, window_length, platform, dropout, **options):
 def test_a_training_step_is_lowered_for_tpus_without_scores_in_memory(dropout):
     program = trace("tpu", 256, "tpu", dropout).lower(lowering_platforms=("tpu",)).as_text()
     assert program.count("tpu_custom_call") == 2
-    # With dropout, its multiplier [h, w, w] is there.
+    # With dropout, what it keeps [h, w, w] is there.
     assert ("256x256x" in program) == dropout and "x3x256x256x" not in program
 
 

@@ -58,6 +58,7 @@ class Options(NamedTuple):
     """The number of queries in each row of the ring."""
     mask_previous: bool
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
+    dropout_rate: float
     interpret: bool | pltpu.InterpretParams
 
 
@@ -66,8 +67,9 @@ def attend_window_in_kernel(
     scale: Float[Array, " h"],
     bias: Float[Array, "h w"],
     previous_valid: Bool[Array, "b c"],
-    multiplier: Float[Array, "h w w"] | None = None,
+    kept: Bool[Array, "h w w"] | None = None,
     *,
+    dropout_rate: float = 0.0,
     mask_previous: bool = True,
     rows: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -75,20 +77,21 @@ def attend_window_in_kernel(
     """`attend_window` of projections in one kernel, also under a mesh, where each device computes its lanes and heads.
 
     Queries and keys get unit length (`attention.unit`), and queries their scale. The gradient reaches all arguments but
-    `previous_valid` and `multiplier`.
+    `previous_valid` and `kept`.
 
     Args:
         projected: a segment of n = c w tokens, with heads of i / h numbers each.
         scale: the attention scale of each head, not negative.
-        bias, previous_valid, multiplier: as for `attend_window`.
+        bias, previous_valid: as for `attend_window`.
+        kept, dropout_rate: the weights that dropout keeps, and its rate; None: all.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]
     rows = rows or rows_of(w)
-    run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, interpret)))
-    return run(projected, scale, bias, previous_valid, multiplier)
+    run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, dropout_rate, interpret)))
+    return run(projected, scale, bias, previous_valid, kept)
 
 
 def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
@@ -186,12 +189,14 @@ class _Grid:
             others: more inputs with their specs.
             outputs: arrays of the shapes and dtypes of the outputs, with their specs.
         """
-        projected, scale, bias, valid, multiplier = self.inputs
+        projected, scale, bias, valid, kept = self.inputs
         # Reversed, because a column further on the ring is a distance less.
         bias, scalars = bias[:, None, ::-1].astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM)
-        # The largest of the arrays, and constant for all blocks of a head, so a second buffer would be useless.
-        of_multiplier = self.by_head(self.w, self.w, pipeline_mode=pl.Buffered(1))[1]
-        specs = scalars, scalars, self.by_head(1, self.w)[1], None if multiplier is None else of_multiplier
+        # The largest of the arrays: so it has a byte for each weight, and no second buffer, which would be useless
+        # because it is the same for all blocks of a head.
+        kept = None if kept is None else kept.astype(jnp.int8)
+        of_kept = None if kept is None else self.by_head(self.w, self.w, pipeline_mode=pl.Buffered(1))[1]
+        specs = scalars, scalars, self.by_head(1, self.w)[1], of_kept
         heads = Projected(*[self.scratch(projected.query.dtype)] * 5)
         return pl.pallas_call(
             functools.partial(kernel, self.options),
@@ -205,10 +210,10 @@ class _Grid:
             ),
             interpret=self.options.interpret,
             name=kernel.__name__,
-        )(valid.astype(jnp.int32), scale.astype(jnp.float32), bias, multiplier, projected, *(x for x, _ in others))
+        )(valid.astype(jnp.int32), scale.astype(jnp.float32), bias, kept, projected, *(x for x, _ in others))
 
 
-def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, log_totals, bias_row, heads):
+def forward_kernel(options, valid, scale, bias, kept, projected, mixed, log_totals, bias_row, heads):
     """Writes the outputs [w, k] of one block, and the logarithms of the sums of the weights, [w / rows, rows]."""
     head, lane, block = (pl.program_id(axis) for axis in range(3))
     is_valid = valid[lane, block] > 0
@@ -220,7 +225,7 @@ def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, lo
 
     _fill(heads, projected, scale[head], options, block == 0, is_valid)
     for index in range(len(heads.query) // options.rows):
-        row = _Row(index, options, is_valid, multiplier, heads, bias_row)
+        row = _Row(index, options, is_valid, kept, heads, bias_row)
         scores, dtype = row.scores(), heads.value.dtype
         highest = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), LOWEST)
         weights = jnp.exp(scores - highest).astype(dtype).astype(jnp.float32)
@@ -230,9 +235,7 @@ def forward_kernel(options, valid, scale, bias, multiplier, projected, mixed, lo
         log_totals[index : index + 1, :] = broadcast_transposed(highest + jnp.log(total))[:1]
 
 
-def backward_kernel(
-    options, valid, scale, bias, multiplier, projected, key, value, mixed, log_totals, cotangents, *results
-):
+def backward_kernel(options, valid, scale, bias, kept, projected, key, value, mixed, log_totals, cotangents, *results):
     """Writes the gradients of the projections, and the sums over a head's blocks of those of its scale and its bias."""
     gradients, scale_gradient, bias_gradient, bias_row, heads, scale_sums, bias_sums, sums = results
     head, lane, turn = (pl.program_id(axis) for axis in range(3))
@@ -254,7 +257,7 @@ def backward_kernel(
 
     _fill(heads, projected, scale[head], options, is_first, is_valid)
     for index in range(len(heads.query) // options.rows):
-        row = _Row(index, options, is_valid, multiplier, heads, bias_row)
+        row = _Row(index, options, is_valid, kept, heads, bias_row)
         dtype, cotangent = heads.query.dtype, cotangents[row.queries, :]
         inner = cotangent.astype(jnp.float32) * mixed[row.queries, :].astype(jnp.float32)
         inner = jnp.sum(inner, axis=1, keepdims=True)
@@ -333,10 +336,10 @@ def before_unit(x: Array, gradient: Array) -> Array:
 class _Row:
     """A row of the ring: `rows` consecutive queries of one block and head, and their scores [rows, w]."""
 
-    def __init__(self, index: int, options: Options, is_valid, multiplier, heads: Projected, bias_row):
-        rows = options.rows
+    def __init__(self, index: int, options: Options, is_valid, kept, heads: Projected, bias_row):
+        rows, self.factor = options.rows, 1 / (1 - options.dropout_rate)
         self.begin, self.end = index * rows, (index + 1) * rows
-        self.multiplier, self.heads, self.bias_row = multiplier, heads, bias_row
+        self.kept, self.heads, self.bias_row = kept, heads, bias_row
         self.previous_seen = is_valid | (not options.mask_previous)
         self.w, self.queries = heads.query.shape[0], slice(self.begin, self.end)
         self.query = heads.query[self.queries, :]
@@ -387,7 +390,9 @@ class _Row:
         previous[self.begin :, :] += matrix_product(of_previous, x, (0, 0))
 
     def dropped(self, x):
-        return x if self.multiplier is None else x * self.multiplier[self.queries, :]
+        if self.kept is None:
+            return x
+        return x * (self.kept[self.queries, :].astype(jnp.float32) * self.factor)
 
     def rotated(self, x, back: bool = False):
         """`x` with its columns rotated from their places in the first row of the ring to those in this row; or back."""

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import LOWEST, MASKED, _unit
 from meliad_like.layers.attention_kernel import Projected, matrix_product, sharded_by_head
+from meliad_like.layers.basic import multiplier_of
 
 SMALLEST_TILE = 64
 """Compiled for a GPU, the window must be a multiple of it, and the head size one of `HEAD_SIZES`."""
@@ -113,8 +114,9 @@ def attend_window_in_kernel(
     scale: Float[Array, " h"],
     bias: Float[Array, "h w"],
     previous_valid: Bool[Array, "b c"],
-    multiplier: Float[Array, "h w w"] | None = None,
+    kept: Bool[Array, "h w w"] | None = None,
     *,
+    dropout_rate: float = 0.0,
     mask_previous: bool = True,
     rows: int | None = None,
     interpret: bool = False,
@@ -134,7 +136,7 @@ def attend_window_in_kernel(
         heads = Projected(*(rearrange(x, "b n (h k) -> b n h k", h=len(others[0])) for x in projected))
         return rearrange(_attend(options, heads, *others), "b n h k -> b n (h k)")
 
-    return sharded_by_head(run)(projected, scale, bias, previous_valid, multiplier)
+    return sharded_by_head(run)(projected, scale, bias, previous_valid, multiplier_of(kept, dropout_rate))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

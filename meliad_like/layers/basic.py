@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import keeps_only_named_values, transposes_gradients_of_products
@@ -278,10 +278,17 @@ def dropout_multiplier(
     key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...], dtype: Any = jnp.float32
 ) -> Array | None:
     """A random array of 0 and 1 / (1 - rate), by which dropout multiplies; None without a key."""
-    if key is None or rate == 0.0:
-        return None
-    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
-    return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(dtype)
+    return multiplier_of(kept_by_dropout(key, rate, shape), rate, dtype)
+
+
+def kept_by_dropout(key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+    """What dropout keeps, at random; None without a key."""
+    return None if key is None or rate == 0.0 else jax.random.bernoulli(key, 1.0 - rate, shape)
+
+
+def multiplier_of(kept: Bool[Array, "..."] | None, rate: float, dtype: Any = jnp.float32) -> Array | None:
+    """The array by which dropout multiplies, from what it keeps."""
+    return None if kept is None else jnp.where(kept, 1.0 / (1.0 - rate), 0.0).astype(dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, attend_window, merge_heads
 from meliad_like.layers.backend import platform
-from meliad_like.layers.basic import dropout_multiplier
+from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
@@ -54,14 +54,16 @@ class WindowAttention(Mixer):
         """The results of the tokens of a segment, by head, their tile, and the cache after them."""
         tile, cache = self.heads.tile(x, at, cache)
         w = self.shape.window_length
-        multiplier = dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, w, w))
+        rate = self.shape.dropout_rate
+        kept = kept_by_dropout(dropout_key, rate, (self.shape.num_heads, w, w))
         if self.shape.has_kernel:
-            return self._attend_in_kernel(tile, multiplier), tile, cache
+            return self._attend_in_kernel(tile, kept), tile, cache
         keys_and_values = tile.placed_key, tile.block.value, tile.placed_previous_key, tile.before.value
-        mixed = attend_window(tile.placed_query, *keys_and_values, tile.bias, tile.before.visible, multiplier)
+        seen, multiplier = tile.before.visible, multiplier_of(kept, rate)
+        mixed = attend_window(tile.placed_query, *keys_and_values, tile.bias, seen, multiplier)
         return mixed, tile, cache
 
-    def _attend_in_kernel(self, tile: Tile, multiplier) -> Float[Array, "b c h w k"]:
+    def _attend_in_kernel(self, tile: Tile, kept) -> Float[Array, "b c h w k"]:
         shape, kernel = self.shape, KERNELS[self.shape.attention_kernel]
         w, k = shape.window_length, shape.head_size
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
@@ -80,7 +82,8 @@ class WindowAttention(Mixer):
             self.heads.scale,
             tile.bias,
             tile.positions > 0,
-            multiplier,
+            kept,
+            dropout_rate=shape.dropout_rate,
             mask_previous=shape.mask_empty_cache,
         )
         return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=shape.num_heads, w=w)
