@@ -91,7 +91,8 @@ def attend_window_in_kernel(
     w = bias.shape[1]
     rows = rows or rows_of(w)
     run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, dropout_rate, interpret)))
-    return run(projected, scale, bias, previous_valid, kept)
+    # A number for each weight, so in bytes: they must fit into the chip's own memory.
+    return run(projected, scale, bias, previous_valid, None if kept is None else kept.astype(jnp.int8))
 
 
 def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
@@ -192,9 +193,7 @@ class _Grid:
         projected, scale, bias, valid, kept = self.inputs
         # Reversed, because a column further on the ring is a distance less.
         bias, scalars = bias[:, None, ::-1].astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM)
-        # The largest of the arrays: so it has a byte for each weight, and no second buffer, which would be useless
-        # because it is the same for all blocks of a head.
-        kept = None if kept is None else kept.astype(jnp.int8)
+        # The largest of the arrays, and the same for all blocks of a head, so a second buffer would be useless.
         of_kept = None if kept is None else self.by_head(self.w, self.w, pipeline_mode=pl.Buffered(1))[1]
         specs = scalars, scalars, self.by_head(1, self.w)[1], of_kept
         heads = Projected(*[self.scratch(projected.query.dtype)] * 5)
