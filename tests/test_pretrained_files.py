@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import struct
 
 import gguf
 import jax
@@ -164,13 +163,6 @@ def test_damaged_gguf_files_are_refused(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="model.gguf is damaged, or no GGUF file"):
             read_gguf(path)
-    # One key whose value is an array (9) of 2**40 integers (4), in a hundred bytes.
-    path.write_bytes(b"GGUF" + struct.pack("<IQQQ3sIIQ", 3, 0, 1, 3, b"key", 9, 4, 2**40) + bytes(60))
-    with pytest.raises(UserError, match="an array of 1099511627776 elements in a file of 111 bytes"):
-        read_gguf(path)
-    path.write_bytes(whole.replace(b"llama", b"\xfflama", 1))
-    with pytest.raises(UserError, match="model.gguf: general.architecture is damaged: 'utf-8'"):
-        read_gguf(path)
     path.unlink()
     with pytest.raises(UserError, match="cannot read .*model.gguf"):
         read_gguf(path)

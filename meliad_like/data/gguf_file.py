@@ -11,18 +11,6 @@ from meliad_like.errors import UserError, reading
 ROWS = 4096  # Rows of a tensor that are dequantised at once, which takes several times their memory.
 
 
-class _Reader(gguf.GGUFReader):
-    """A reader that refuses an array which is longer than its file before it reads the elements one by one."""
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == gguf.GGUFValueType.ARRAY:
-            # The type of the elements in four bytes, then their number in eight; an element has at least one byte.
-            length = self._get(orig_offs + 4, np.uint64)[0]
-            if length > self.data.nbytes:
-                raise ValueError(f"an array of {length} elements in a file of {self.data.nbytes} bytes")
-        return super()._get_field_parts(orig_offs, raw_type)
-
-
 class GGUFFile:
     """The metadata and tensors of a GGUF file, which are read on demand."""
 
@@ -32,12 +20,9 @@ class GGUFFile:
         self._fields = reader.fields
 
     def value(self, key: str, *default: Any) -> Any:
-        """The value of a metadata key. A missing key without a default, and damaged text, are UserErrors."""
+        """The value of a metadata key. A missing key without a default is a UserError."""
         if (field := self._fields.get(key)) is not None:
-            try:
-                return field.contents()
-            except UnicodeDecodeError as error:
-                raise UserError(f"{self.path}: {key} is damaged: {error}") from None
+            return field.contents()
         if default:
             return default[0]
         raise UserError(f"{self.path} has no {key}")
@@ -66,4 +51,4 @@ def open_gguf(path: str | Path) -> GGUFFile:
     """Maps a file and reads its metadata. Raises a UserError if it is missing, truncated, or not a GGUF file."""
     # The reader's errors if the header or the tensors are truncated.
     with reading(path, "GGUF file", ValueError, IndexError, KeyError, OverflowError):
-        return GGUFFile(Path(path), _Reader(path))
+        return GGUFFile(Path(path), gguf.GGUFReader(path))
