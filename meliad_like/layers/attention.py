@@ -44,10 +44,10 @@ def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
 
     Its derivative is computed from the result, which attention keeps in any case.
     """
-    return _unit(x)[0]
+    return unit_and_factor(x)[0]
 
 
-def _unit(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Float[Array, "... 1"]]:
+def unit_and_factor(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Float[Array, "... 1"]]:
     y = x.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + UNIT_EPSILON)
     return (y * factor).astype(x.dtype), factor
@@ -55,7 +55,7 @@ def _unit(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Float[Array,
 
 @unit.defjvp
 def _unit_jvp(primals, tangents):
-    y, factor = (checkpoint_name(part, UNIT) for part in _unit(*primals))
+    y, factor = (checkpoint_name(part, UNIT) for part in unit_and_factor(*primals))
     along, tangent = y.astype(jnp.float32), tangents[0].astype(jnp.float32)
     tangent -= along * jnp.sum(along * tangent, axis=-1, keepdims=True)
     return y, (factor * tangent).astype(y.dtype)

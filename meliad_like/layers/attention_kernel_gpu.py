@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import LOWEST, MASKED, _unit
+from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
 from meliad_like.layers.attention_kernel import Projected, matrix_product, sharded_by_head
 from meliad_like.layers.basic import multiplier_of
 
@@ -257,7 +257,7 @@ class _Band:
 
 def _factor(x: Float[Array, "b n h k"]) -> Float[Array, "b h n"]:
     """What makes vectors unit length."""
-    return rearrange(_unit(x)[1], "b n h 1 -> b h n")
+    return rearrange(unit_and_factor(x)[1], "b n h 1 -> b h n")
 
 
 def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Keys, before: Keys, results, log_totals):
