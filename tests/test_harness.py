@@ -135,6 +135,13 @@ def test_the_most_likely_continuation_is_found(states):
     assert [greedy for _, greedy in found] == [True, False]
 
 
+@pytest.mark.parametrize("num_tokens", [1, W + 1])
+def test_an_empty_context_is_the_first_token(lm, num_tokens):
+    model, tokens = HarnessModel(lm, first_tokens=True), list(BOOK.encode()[:num_tokens])
+    found = model._loglikelihood_tokens([(("", ""), context, tokens) for context in ([], [model.prefix_token_id])])
+    assert found[0] == found[1] and found[0][0] < 0
+
+
 @needs_harness
 def test_rolling_likelihood_is_that_of_the_evaluation(lm):
     texts = [item.context for item in items(3)] + ["", "a"]

@@ -152,7 +152,8 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """`loglikelihood` of tokens, for those who have encoded the texts themselves."""
-        return self._answers([Question(i, (*x[1], *x[2]), len(x[2])) for i, x in enumerate(requests)])
+        texts = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        return self._answers([Question(i, (*x, *y), len(y)) for i, (x, y) in enumerate(texts)])
 
     def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
         """The log-probability of each question's scored tokens, and whether all were the most likely ones."""
