@@ -45,16 +45,11 @@ def structure_of(settings):
 
 
 def small_models():
-    """The models of all shipped files, made small by the rule; of those that differ in their sizes alone the first.
-    Those that have the parts of others in another arrangement are not run each time."""
-    runs, seen = {}, set()
+    """The models of all shipped files, made small by the rule; of those that differ in their sizes alone the first."""
+    runs = {}
     for file in config.shipped_files():
         run, _ = construction.build(collect([file, *needs(file)], []), config.RunConfig, HistorySettings)
-        model, *parts = map(str, structure_of(run.model))
-        if (structure := str([model, *parts])) not in runs:
-            marks = [pytest.mark.exhaustive] * (bool(parts) and seen.issuperset(parts))
-            runs[structure] = pytest.param(run, id=file, marks=marks)
-            seen.update(parts)
+        runs.setdefault(str(structure_of(run.model)), pytest.param(run, id=file))
     return list(runs.values())
 
 

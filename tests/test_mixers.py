@@ -226,9 +226,8 @@ def segment_and_gradient(name, alone=False):
     return segment, losses_and_gradient(model, params, *segment)
 
 
-# The mixers beside a window that gin files have are in test_gradients.py.
 @of_each_mixer
-@pytest.mark.parametrize("alone", [pytest.param(False, marks=pytest.mark.exhaustive, id="with a window"), True])
+@alone_and_not
 def test_every_parameter_gets_a_gradient(name, alone):
     _, ((_, _), gradient) = segment_and_gradient(name, alone)
     for path, leaf in jax.tree.leaves_with_path(gradient):

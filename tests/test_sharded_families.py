@@ -31,7 +31,9 @@ ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_
 # kind: every family on one of the two meshes that cut its parameters most, those that differ most on both. Slide and
 # memorizing are on the first in test_mixers.py, and the recurrent decoder is on 8 x 1 in test_sharded_training.py.
 BOTH = ["fixed:skip", "shortformer", "gpt2"]
-CHOSEN = [(name, (2, 2, 2, 1)) for name in (*BOTH, "xl", "feedback", "lstm:dual", "llama", "recurrent gpt2")]
+CHOSEN = [
+    (name, (2, 2, 2, 1)) for name in (*BOTH, "xl", "feedback", "fixed:single", "lstm:dual", "llama", "recurrent gpt2")
+]
 CHOSEN += [(name, (1, 1, 8, 1)) for name in (*BOTH, "slide")]
 CHOSEN += [
     ("fixed:skip", (2, 4, 1, 1)),
