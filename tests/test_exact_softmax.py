@@ -87,7 +87,7 @@ def kernel(name, query, key, value, bias, scale):
     blocks = (rearrange(x, "b c h w k -> b (c w) (h k)") for x in (query, key[:, 1:], value[:, 1:]))
     before = (rearrange(x[:, 0], "b h w k -> b w (h k)") for x in (unit(key), value))
     attend = KERNELS[name].attend
-    mixed = attend(Projected(*blocks, *before), jnp.full(H, scale), bias, VALID, interpret=True)
+    mixed = attend(Projected(*blocks, *before), jnp.full(H, scale), bias, VALID, dropout_rate=0.0, interpret=True)
     return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=H, w=W)
 
 

@@ -48,6 +48,7 @@ def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
 
 
 def unit_and_factor(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Float[Array, "... 1"]]:
+    """`unit`, and the float32 factor that makes each vector unit length."""
     y = x.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + UNIT_EPSILON)
     return (y * factor).astype(x.dtype), factor

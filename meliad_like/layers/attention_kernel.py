@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import LOWEST, MASKED, UNIT_EPSILON, unit
+from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 ROWS = 128
@@ -69,7 +69,7 @@ def attend_window_in_kernel(
     previous_valid: Bool[Array, "b c"],
     kept: Bool[Array, "h w w"] | None = None,
     *,
-    dropout_rate: float = 0.0,
+    dropout_rate: float,
     mask_previous: bool = True,
     rows: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -326,9 +326,8 @@ def scaled_unit(query: Array, scale: Array) -> Array:
 
 def before_unit(x: Array, gradient: Array) -> Array:
     """The gradient of vectors, from that of the vectors scaled to unit length."""
-    y = x.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=1, keepdims=True) + UNIT_EPSILON)
-    y = y * factor
+    _, factor = unit_and_factor(x)
+    y = x.astype(jnp.float32) * factor
     return (factor * (gradient - y * jnp.sum(y * gradient, axis=1, keepdims=True))).astype(x.dtype)
 
 

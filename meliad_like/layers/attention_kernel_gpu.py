@@ -116,7 +116,7 @@ def attend_window_in_kernel(
     previous_valid: Bool[Array, "b c"],
     kept: Bool[Array, "h w w"] | None = None,
     *,
-    dropout_rate: float = 0.0,
+    dropout_rate: float,
     mask_previous: bool = True,
     rows: int | None = None,
     interpret: bool = False,
