@@ -44,6 +44,10 @@ CONFIGS = {
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "feedback": TWO.with_mixer(STATES).with_mixer(StateReader()),
     "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
+    "memorizing in kernels": dataclasses.replace(
+        SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=4, search="bucketed")),
+        attention_kernel="interpreted",
+    ),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,
     "llama": LLAMA,

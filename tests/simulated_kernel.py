@@ -1,7 +1,7 @@
 """Runs the attention kernels in Pallas's simulation of a TPU, which prints races and fails out of bounds; memory that
 nothing was written to is NaN. A program of its own, because two simulated cores need more threads than a core has.
 
-    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | states]
+    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | states | memory]
 """
 
 import functools
@@ -14,17 +14,19 @@ import test_attention_kernel as of_window
 import test_attention_kernel_states as of_states
 from jax.experimental.pallas import tpu as pltpu
 
-from meliad_like.layers import attention_kernel
+from meliad_like.layers import attention_kernel, memory_kernel
 from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
 from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.layers.basic import kept_by_dropout
+from meliad_like.layers.memory_search import Lookup, Memory, Operations, read_segment
 
 B, C = 2, 2
 
 
-def largest_error(states: bool, w: int, rows: int, k: int, dtype: str, cores: int, dma: str, h: int) -> float:
+def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: int, dma: str, h: int) -> float:
     """The largest difference of the simulated kernel's outputs and gradients from the default's, as a share of the
-    array's largest number. NaN if one of them is. `states`: whether `w` states attend to two blocks of tokens."""
+    array's largest number. NaN if one of them is. `states`: `w` states attend to two blocks of tokens; `memory`: `w`
+    tokens find the nearest of `rows` buckets in a memory of four windows, of which one lane's has been filled."""
     generator = np.random.default_rng(0)
 
     def normal(*shape):
@@ -39,12 +41,23 @@ def largest_error(states: bool, w: int, rows: int, k: int, dtype: str, cores: in
     )
     # A document begins inside of the first lane's segment, and one with the second lane's.
     valid = jnp.asarray([[True, False], [False, True]])
-    if states:
+    if subject == "states":
         one, other, query, cotangent = (normal(B, w, h * k) for _ in range(4))
         parts = [ProjectedKeys(one, other, valid[:, 0], valid[:, 1]), ProjectedKeys(other, one)]
         inputs = (query, jnp.abs(normal(h)).astype("float32"), parts), cotangent
         attends = functools.partial(attend_unit_in_kernel, rows=rows, interpret=simulation), of_states.reference
         results = [of_states.outputs_and_gradients(attend, *inputs) for attend in attends]
+    elif subject == "memory":
+        memory = Memory(*(normal(B, h, 4 * w, k) for _ in range(2)))
+        query, key, value, cotangent = (normal(B, C, h, w, k) for _ in range(4))
+        positions = jnp.asarray([[3 * w, 4 * w], [w, 0]])
+
+        def outputs_and_gradient(operations):
+            lookup = Lookup(rows, "bucketed", True, operations)
+            outputs, pull_back = jax.vjp(lambda x: read_segment(lookup, 1, x, key, value, memory, positions), query)
+            return outputs, pull_back((cotangent, memory))
+
+        results = list(map(outputs_and_gradient, (memory_kernel.operations(simulation), Operations())))
     else:
         projected = Projected(*(normal(B, n, h * k) for n in (C * w, C * w, C * w, w, w)))
         arguments = {
@@ -71,9 +84,9 @@ def break_it() -> None:
 
 
 if __name__ == "__main__":
-    w, rows, k, dtype, cores, dma, *subject = sys.argv[1:]
-    if subject == ["broken"]:
+    w, rows, k, dtype, cores, dma, subject = [*sys.argv[1:], ""][:7]
+    if subject == "broken":
         break_it()
-    h = 1 if subject == ["broken"] else 2
-    error = largest_error(subject == ["states"], int(w), int(rows), int(k), dtype, int(cores), dma, h)
+    h = 1 if subject == "broken" else 2
+    error = largest_error(subject, int(w), int(rows), int(k), dtype, int(cores), dma, h)
     print("largest error", error)

@@ -14,7 +14,7 @@ from einops import rearrange
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.kernels import KERNELS
-from meliad_like.layers.memory_search import attend_memories
+from meliad_like.layers.memory_search import Found, Lookup, products
 
 B, C, H, W, K = 2, 2, 2, 16, 8
 VALID = jnp.array([[False, True], [True, False]])
@@ -160,11 +160,12 @@ def test_states(scale, opposed):
 @pytest.mark.parametrize("scale", SCALES)
 def test_memories(scale, opposed):
     query, key, value = unit_heads(5, opposed, scale)
-    query, key, value = query[:, 0], key[:, 0, :, None], value[:, 0, :, None]
-    key, value = (jnp.broadcast_to(x, (B, H, W, W, K)) for x in (key, value))
+    query, key, value = query[:, 0], key[:, 0], value[:, 0]
     valid = np.broadcast_to(np.arange(W) < np.arange(W)[:, None], (B, H, W, W))
-    expected = softmax(query[:, :, :, None], key, value, 0.0, valid[:, :, :, None])[:, :, :, 0]
-    actual = attend_memories(query, key, value, valid)
+    expected = softmax(query, key, value, 0.0, valid)
+    slot = jnp.broadcast_to(jnp.arange(W), valid.shape)
+    found = Found(slot, jnp.where(valid, products(query, key, slot), -jnp.inf))
+    actual = Lookup(W, "exact", mask_empty=True).attend(found, value)
     np.testing.assert_array_less(np.abs(actual - expected), limit(scale) * np.abs(value).max())
     assert not np.any(actual[:, :, 0])
 

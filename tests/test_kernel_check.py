@@ -12,6 +12,7 @@ import pytest
 from meliad_like.layers import attention_kernel
 from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers import kernel_check
+from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
@@ -61,6 +62,17 @@ def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
         monkeypatch.setitem(KERNELS, "interpreted", broken)
         kernel, line = checked(config)
         assert kernel == "none" and "the default is used instead: recurrent_states: the error of " in line
+
+
+def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeypatch):
+    memory = ExternalMemory(num_slots=32, num_neighbors=4, search="bucketed", layers=(0,))
+    config = dataclasses.replace(CONFIG, mixers=(memory,))
+    right = KERNELS["interpreted"].memory
+    assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
+    wrong = right._replace(products=lambda query, memory, slot: right.products(query, memory, jnp.maximum(slot - 4, 0)))
+    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(memory=wrong))
+    kernel, line = checked(config)
+    assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
 
 
 def without_block_before(attend, query, scale, *parts):

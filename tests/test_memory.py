@@ -9,8 +9,19 @@ import pytest
 from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
-from meliad_like.layers import memory_search
-from meliad_like.layers.memory_search import Memory, attend_memories, recall, remember, remember_block, search
+from meliad_like.layers import memory_kernel, memory_search
+from meliad_like.layers.memory_search import (
+    Found,
+    Lookup,
+    Memory,
+    Operations,
+    mix,
+    products,
+    read_segment,
+    remember,
+    remember_block,
+    search,
+)
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
@@ -35,7 +46,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def products(query, key, filled):
+def scores_of(query, key, filled):
     scores = np.einsum("bhtk,bhsk->bhts", query, key)
     return np.where(np.arange(key.shape[2]) < np.asarray(filled)[:, None, None, None], scores, -np.inf)
 
@@ -47,10 +58,10 @@ def test_exact_search_is_brute_force(monkeypatch, piece, filled):
     monkeypatch.setattr(memory_search, "PIECE", piece)
     query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
     found = search(query, key, jnp.array(filled), J, "exact")
-    scores = products(query, key, filled)
+    scores = scores_of(query, key, filled)
     expected = np.argsort(-scores, axis=-1, kind="stable")[..., :J]
     valid = np.isfinite(np.take_along_axis(scores, expected, axis=-1))
-    np.testing.assert_array_equal(found.valid, valid)
+    np.testing.assert_array_equal(found.score > -np.inf, valid)
     np.testing.assert_array_equal(np.where(valid, found.slot, -1), np.where(valid, expected, -1))
 
 
@@ -60,27 +71,30 @@ def test_bucketed_search_finds_the_best_of_each_bucket(monkeypatch, piece, fille
     monkeypatch.setattr(memory_search, "PIECE", piece)
     query, key = normal(B, H, T, K), normal(B, H, M, K, seed=1)
     found = search(query, key, jnp.array(filled), J, "bucketed")
-    scores = products(query, key, filled).reshape(B, H, T, M // J, J)
+    scores = scores_of(query, key, filled).reshape(B, H, T, M // J, J)
     expected = scores.argmax(axis=-2) * J + np.arange(J)
     valid = np.isfinite(scores.max(axis=-2))
-    np.testing.assert_array_equal(found.valid, valid)
+    np.testing.assert_array_equal(found.score > -np.inf, valid)
     np.testing.assert_array_equal(np.where(valid, found.slot, -1), np.where(valid, expected, -1))
 
 
-def test_recall_gathers_by_lane_and_head():
-    stored = Memory(normal(B, H, M, K), normal(B, H, M, K, seed=1))
-    slot = np.random.default_rng(2).integers(0, M, (B, H, T, J))
-    key, value = recall(stored, jnp.asarray(slot))
+def test_slots_are_of_their_lane_and_head():
+    query, weights, stored = normal(B, H, T, K), normal(B, H, T, J, seed=1), normal(B, H, M, K, seed=2)
+    slot = np.random.default_rng(3).integers(0, M, (B, H, T, J))
+    recalled = np.zeros((B, H, T, J, K), np.float32)
     for b, h, t, j in np.ndindex(slot.shape):
-        np.testing.assert_array_equal(key[b, h, t, j], stored.key[b, h, slot[b, h, t, j]])
-        np.testing.assert_array_equal(value[b, h, t, j], stored.value[b, h, slot[b, h, t, j]])
+        recalled[b, h, t, j] = stored[b, h, slot[b, h, t, j]]
+    expected = np.einsum("bhtk,bhtjk->bhtj", query, recalled), np.einsum("bhtj,bhtjk->bhtk", weights, recalled)
+    actual = products(query, stored, jnp.asarray(slot)), mix(weights, stored, jnp.asarray(slot))
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_no_memory_is_zero():
-    result = attend_memories(
-        normal(1, 1, 2, K), normal(1, 1, 2, J, K), normal(1, 1, 2, J, K), np.zeros((1, 1, 2, J), bool)
-    )
-    np.testing.assert_array_equal(result, 0)
+    nothing = Found(np.zeros((1, 1, 2, J), np.int32), np.full((1, 1, 2, J), -np.inf, np.float32))
+    for mask_empty in (True, False):
+        result = Lookup(J, "exact", mask_empty).attend(nothing, normal(1, 1, M, K))
+        np.testing.assert_array_equal(result, 0)
 
 
 def test_a_memory_is_a_ring():
@@ -97,7 +111,8 @@ def test_a_block_is_written_where_its_tokens_are():
     key, position, keep = normal(2, H, 3, K, seed=2), jnp.array([15, 6]), jnp.array([True, False])
     tokens = position[:, None] + jnp.arange(3)
     expected = remember(stored, key, -key, tokens, jnp.broadcast_to(keep[:, None], tokens.shape))
-    jax.tree.map(np.testing.assert_array_equal, remember_block(stored, key, -key, position, keep), expected)
+    actual = remember_block(stored, Memory(key, -key), position, keep)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_search_never_holds_the_scores_of_all_slots():
@@ -111,6 +126,58 @@ def test_search_never_holds_the_scores_of_all_slots():
     compiled = jax.jit(find).lower(*arguments, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     scores = 8 * 512 * 65_536 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 5
+
+
+DEFAULT, KERNELS = Operations(), memory_kernel.operations(interpret=True)
+# Document positions before each block of two lanes: one that continues and then ends, and one that begins later. With
+# six blocks of four tokens and a memory of 16, blocks are replaced within the segment.
+POSITIONS = jnp.array([[20, 24, 28, 32, 0, 4], [8, 0, 4, 8, 12, 16]])
+
+
+def read_plainly(lookup, blocks_per_turn, query, key, value, memory, position):
+    """The same with the weights of all memories, and without a gradient of its own."""
+    results, (b, c, h, w, _), (*_, m, _) = [], query.shape, memory.key.shape
+    for turn in np.split(np.arange(c), c // blocks_per_turn):
+        first, last = position[:, turn[:1]], position[:, turn[-1:]]
+        scores = jnp.einsum("buhtk,bhsk->buhts", query[:, turn], memory.key)
+        usable = (position[:, turn] == first + w * np.arange(len(turn)))[:, :, None, None, None]
+        usable &= np.arange(m) < first[:, :, None, None, None]
+        usable_scores = jnp.where(usable, scores, -jnp.inf)
+        if lookup.kind == "exact":
+            lowest = jnp.sort(usable_scores)[..., -lookup.count, None]
+        else:
+            by_bucket = usable_scores.reshape(b, len(turn), h, w, -1, lookup.count)
+            lowest = jnp.tile(jnp.max(by_bucket, axis=-2), m // lookup.count)
+        chosen = usable & (usable_scores >= lowest)
+        weights = jnp.where(chosen, jnp.exp(scores), 0)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        total += 0 if lookup.mask_empty else lookup.count - jnp.sum(chosen, axis=-1, keepdims=True)
+        results.append(jnp.einsum("buhts,bhsk->buhtk", weights, memory.value) / jnp.where(total > 0, total, 1))
+        for u in turn:
+            keep = position[:, u] == last[:, 0] - (turn[-1] - u) * w
+            positions, keep = position[:, u, None] + np.arange(w), jnp.repeat(keep[:, None], w, axis=1)
+            memory = remember(memory, key[:, u], value[:, u], positions, keep)
+    return jnp.concatenate(results, axis=1), memory
+
+
+@pytest.mark.parametrize("mask_empty", [True, False])
+@pytest.mark.parametrize("blocks_per_turn", [1, 3, 6])
+@pytest.mark.parametrize(("kind", "operations"), [("exact", DEFAULT), ("bucketed", DEFAULT), ("bucketed", KERNELS)])
+def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, monkeypatch):
+    monkeypatch.setattr(memory_kernel, "SLOTS", 8)
+    lookup, w, m = Lookup(J, kind, mask_empty, operations), 4, 16
+    query, key, value, cotangent = (jnp.asarray(normal(B, 6, H, w, K, seed=seed)) for seed in range(4))
+    memory = Memory(*(jnp.asarray(normal(B, H, m, K, seed=seed)) for seed in (4, 5)))
+    outcomes = []
+    for reader in (read_segment, read_plainly):
+
+        def read(query, reader=reader):
+            return reader(lookup, blocks_per_turn, query, key, value, memory, POSITIONS)
+
+        result, pull_back, after = jax.vjp(read, query, has_aux=True)
+        outcomes.append((result, pull_back(cotangent), after))
+    for one, other in zip(*map(jax.tree.leaves, outcomes), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def model_and_carry(config, b=2):

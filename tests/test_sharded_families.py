@@ -23,7 +23,8 @@ from meliad_like.training.program import make_program
 # data, fsdp, tensor, sequence
 MESHES = [(8, 1, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1)]
 SEQUENCE_MESHES = [(1, 1, 1, 8), (2, 1, 2, 2), (1, 2, 2, 2), (2, 1, 1, 4)]
-IN_ORDER = {"xl", "feedback", "memorizing", "shortformer", "gpt2", "llama", "recurrent gpt2", "recurrent llama"}
+IN_ORDER = {"xl", "feedback", "memorizing", "memorizing in kernels", "shortformer"}
+IN_ORDER |= {"gpt2", "llama", "recurrent gpt2", "recurrent llama"}
 
 ALL = [(name, mesh) for name in CONFIGS for mesh in MESHES]
 ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_MESHES]
@@ -37,6 +38,7 @@ CHOSEN = [
 CHOSEN += [(name, (1, 1, 8, 1)) for name in (*BOTH, "slide")]
 CHOSEN += [
     ("fixed:skip", (2, 4, 1, 1)),
+    ("memorizing in kernels", (2, 2, 2, 1)),
     ("slide below skip", (1, 1, 1, 8)),
     ("lstm:dual", (2, 1, 2, 2)),
     ("kernel", (1, 2, 2, 2)),

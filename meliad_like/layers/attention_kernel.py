@@ -102,7 +102,7 @@ def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
     return sharded_on_mesh(run, (Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head), tokens)
 
 
-def sharded_on_mesh(run: Callable[..., Array], in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Array]:
+def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Any]:
     """`run`; under a mesh, each device runs it for its part of the arrays, because the compiler can't divide a kernel
     among devices."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.layers import attention_kernel, attention_kernel_gpu, attention_kernel_states
+from meliad_like.layers import attention_kernel, attention_kernel_gpu, attention_kernel_states, memory_kernel
 from meliad_like.layers.attention_kernel_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
+from meliad_like.layers.memory_search import MemorySearch, Operations
 
 ROWS = attention_kernel.ROWS
 
@@ -20,10 +21,12 @@ class Kernel(NamedTuple):
     """Attention to the window; the arguments are those of `attention_kernel.attend_window_in_kernel`."""
     attend_states: Callable[..., Array] | None
     """Attention of and to states, as `attention_kernel_states.attend_unit_in_kernel`; None: without a kernel."""
+    memory: Operations | None
+    """A search of memories by bucket, and attention to what it has found; None: without a kernel."""
     platform: str | None
     """None: any platform."""
     fits: Callable[[int, int], bool]
-    """Whether it can be compiled for this number of tokens in a window, or of states, and this head size."""
+    """Whether it can be compiled for this number of tokens in a window, states or buckets, and this head size."""
     needs: str
     """Platform and sizes, for a message."""
 
@@ -36,12 +39,14 @@ KERNELS = {
     "tpu": Kernel(
         attention_kernel.attend_window_in_kernel,
         attention_kernel_states.attend_unit_in_kernel,
+        memory_kernel.operations(),
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
         f"a TPU, and a window and heads of multiples of {ROWS}",
     ),
     "gpu": Kernel(
         attention_kernel_gpu.attend_window_in_kernel,
+        None,
         None,
         "gpu",
         lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
@@ -50,6 +55,7 @@ KERNELS = {
     "interpreted": Kernel(
         functools.partial(attention_kernel.attend_window_in_kernel, interpret=True),
         functools.partial(attention_kernel_states.attend_unit_in_kernel, interpret=True),
+        memory_kernel.operations(interpret=True),
         None,
         lambda w, k: True,
         "",
@@ -67,3 +73,9 @@ def kernel_of_states(name: str, num_states: int, head_size: int) -> Callable[...
     """The kernel for attention of and to this many states that belongs to an `attention_kernel`; None if none does."""
     kernel = KERNELS.get(name)
     return kernel.attend_states if kernel and kernel.fits(num_states, head_size) else None
+
+
+def kernel_of_memory(name: str, search: MemorySearch, num_neighbors: int, head_size: int) -> Operations | None:
+    """The kernels for an external memory that belong to an `attention_kernel`; None if none do."""
+    kernel = KERNELS.get(name)
+    return kernel.memory if kernel and search == "bucketed" and kernel.fits(num_neighbors, head_size) else None

@@ -7,10 +7,13 @@ slots follows from the position in the document, and nothing needs to be erased 
 Neither the search nor the memories have a gradient; attention to the memories found has one, through the query.
 """
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
@@ -31,12 +34,12 @@ class Memory(NamedTuple):
     value: Float[Array, "b h m k"]
 
 
-class Hits(NamedTuple):
+class Found(NamedTuple):
     """The memories found for every query and head: the nearest first (`exact`) or by bucket (`bucketed`)."""
 
     slot: Int[Array, "b h t j"]
-    valid: Bool[Array, "b h t j"]
-    """Whether a memory was found; where none was, the slot has no meaning."""
+    score: Float[Array, "b h t j"]
+    """The inner product with the query; -inf where no memory was found. There the slot has no meaning."""
 
 
 def search(
@@ -45,7 +48,7 @@ def search(
     filled: Int[Array, " b"],
     count: int,
     kind: MemorySearch,
-) -> Hits:
+) -> Found:
     """Finds the `count` memories with the largest inner products for each query, one piece of the memory at a time.
 
     Args:
@@ -56,7 +59,6 @@ def search(
         kind: `exact`: the nearest of all. `bucketed`, the reference's approximation: slot `s` is in bucket
             `s % count`, and the nearest of each bucket is found; `m` must be a multiple of `count`.
     """
-    query, key = jax.lax.stop_gradient((query, key))
     num_slots = key.shape[2]
     step = min(max(PIECE // count, 1), ROWS) * count if kind == "bucketed" else max(PIECE, count)
     size = min(step, num_slots)
@@ -76,7 +78,7 @@ def search(
     nothing = (jnp.full((b, h, count, t), -jnp.inf), jnp.zeros((b, h, count, t), jnp.int32))
     best, _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
     scores, slot = (jnp.swapaxes(x, 2, 3) for x in best)
-    return Hits(slot, scores > -jnp.inf)
+    return Found(slot, scores)
 
 
 def _merge_nearest(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]):
@@ -97,27 +99,148 @@ def _merge_buckets(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]
     return best_scores, best_slot
 
 
-def recall(memory: Memory, slot: Int[Array, "b h t j"]) -> tuple[Float[Array, "b h t j k"], Float[Array, "b h t j k"]]:
-    """Looks up the keys and values in the slots that a search found."""
-
-    def gather(x):
-        rows = jnp.take_along_axis(x, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2, mode="promise_in_bounds")
-        return rearrange(rows, "b h (t j) k -> b h t j k", j=slot.shape[-1])
-
-    return gather(jax.lax.stop_gradient(memory.key)), gather(jax.lax.stop_gradient(memory.value))
+def products(
+    query: Float[Array, "b h t k"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
+) -> Float[Array, "b h t j"]:
+    """The inner products of each query with what is in its slots."""
+    return jnp.einsum("bhtk,bhtjk->bhtj", query, _recall(memory, slot), preferred_element_type=jnp.float32)
 
 
-def attend_memories(
-    query: Float[Array, "*batch t k"],
-    key: Float[Array, "*batch t j k"],
-    value: Float[Array, "*batch t j k"],
-    valid: Bool[Array, "*batch t j"],
-) -> Float[Array, "*batch t k"]:
-    """Attention of every query to the memories found for it; the result is 0 where there are none."""
-    scores = jnp.einsum("...tk,...tjk->...tj", query, key, preferred_element_type=jnp.float32)
-    weights, total = weigh(jnp.where(valid, scores, MASKED), jnp.float32)
-    mixed = jnp.einsum("...tj,...tjk->...tk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return average(mixed, total, value.dtype)
+def mix(
+    weights: Float[Array, "b h t j"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
+) -> Float[Array, "b h t k"]:
+    """The sum of what is in each query's slots, times the weights: the transpose of `products`."""
+    weights = weights.astype(memory.dtype)
+    return jnp.einsum("bhtj,bhtjk->bhtk", weights, _recall(memory, slot), preferred_element_type=jnp.float32)
+
+
+def _recall(memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]) -> Float[Array, "b h t j k"]:
+    rows = jnp.take_along_axis(memory, rearrange(slot, "b h t j -> b h (t j) 1"), axis=2, mode="promise_in_bounds")
+    return rearrange(rows, "b h (t j) k -> b h t j k", j=slot.shape[-1])
+
+
+class Operations(NamedTuple):
+    """The functions of this module that go through a memory, or kernels instead (`layers/memory_kernel.py`)."""
+
+    search: Callable[..., Found] = search
+    products: Callable[..., Array] = products
+    mix: Callable[..., Array] = mix
+
+
+class Lookup(NamedTuple):
+    """How a layer finds memories and attends to them."""
+
+    count: int
+    """The number of memories that a query attends to."""
+    kind: MemorySearch
+    mask_empty: bool
+    """Whether a memory that was not found is masked; otherwise its key and value are 0."""
+    operations: Operations = Operations()
+
+    def find(self, query: Float[Array, "b h t k"], memory: Memory, filled: Int[Array, " b"]) -> Found:
+        """The memories for each query among the first `filled` slots."""
+        return self.operations.search(query, memory.key, filled, self.count, self.kind)
+
+    def attend(self, found: Found, value: Float[Array, "b h m k"]) -> Float[Array, "b h t k"]:
+        """Attention to the memories found; the result is 0 where there are none."""
+        weights, total = self._weigh(found, value.dtype)
+        return average(self.operations.mix(weights, value, found.slot), total, value.dtype)
+
+    def gradient_of_query(
+        self, found: Found, memory: Memory, result: Float[Array, "b h t k"], cotangent: Float[Array, "b h t k"]
+    ) -> Float[Array, "b h t k"]:
+        """The gradient of the query, through the scores, from the result of `attend` and its cotangent."""
+        weights, total = self._weigh(found, jnp.float32)
+        inner = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1, keepdims=True)
+        of_score = self.operations.products(cotangent, memory.value, found.slot) - inner
+        of_score *= weights / jnp.maximum(total, 1)
+        return self.operations.mix(of_score, memory.key, found.slot).astype(cotangent.dtype)
+
+    def _weigh(self, found: Found, dtype: Any) -> tuple[Float[Array, "b h t j"], Float[Array, "b h t 1"]]:
+        """`attention.weigh`; what was not found has a weight of 0."""
+        is_found = found.score > -jnp.inf
+        weights, total = weigh(jnp.where(is_found, found.score, MASKED if self.mask_empty else 0), dtype)
+        return jnp.where(is_found, weights, 0), total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def read_segment(
+    lookup: Lookup,
+    blocks_per_turn: int,
+    query: Float[Array, "b c h w k"],
+    key: Float[Array, "b c h w k"],
+    value: Float[Array, "b c h w k"],
+    memory: Memory,
+    position: Int[Array, "b c"],
+) -> tuple[Float[Array, "b c h w k"], Memory]:
+    """Attends to the memories for the blocks of a segment, turn by turn, and adds the blocks to the memory.
+
+    Only the query has a gradient. It needs what the memory contained at each turn, so the backward pass adds the blocks
+    once more.
+
+    Args:
+        blocks_per_turn: the number of blocks that search together, and are then added.
+        position: that of each block's first token in its document.
+    """
+    return _read_forward(lookup, blocks_per_turn, query, key, value, memory, position)[0]
+
+
+def _read_forward(lookup, blocks_per_turn, query, key, value, memory, position):
+    w = query.shape[3]
+
+    def step(memory, turn):
+        query, block, position = turn
+        found = lookup.find(query, memory, position[:, 0])
+        # Memories of an earlier document of the same segment are neither found nor kept.
+        may_find = jnp.repeat(_in_document_of(0, position, w), w, axis=1)
+        found = found._replace(score=jnp.where(may_find[:, None, :, None], found.score, -jnp.inf))
+        return _remember_blocks(memory, block, position), (found, lookup.attend(found, memory.value))
+
+    blocks = Memory(*(rearrange(x, "b (i u) h w k -> i u b h w k", u=blocks_per_turn) for x in (key, value)))
+    positions = rearrange(position, "b (i u) -> i b u", u=blocks_per_turn)
+    turns = _by_turn(query, blocks_per_turn), blocks, positions
+    after, (found, results) = jax.lax.scan(step, memory, turns)
+    return (_by_block(results, w), after), (memory, blocks, positions, found, results)
+
+
+def _read_backward(lookup, blocks_per_turn, saved, cotangents):
+    memory, *of_turns = saved
+    cotangent, _ = cotangents
+
+    def step(memory, turn):
+        block, position, found, result, cotangent = turn
+        gradient = lookup.gradient_of_query(found, memory, result, cotangent)
+        return _remember_blocks(memory, block, position), gradient
+
+    _, gradients = jax.lax.scan(step, memory, (*of_turns, _by_turn(cotangent, blocks_per_turn)))
+    return _by_block(gradients, cotangent.shape[3]), None, None, None, None
+
+
+read_segment.defvjp(_read_forward, _read_backward)
+
+
+def _by_turn(x: Float[Array, "b c h w k"], blocks_per_turn: int) -> Float[Array, "i b h t k"]:
+    return rearrange(x, "b (i u) h w k -> i b h (u w) k", u=blocks_per_turn)
+
+
+def _by_block(x: Float[Array, "i b h t k"], w: int) -> Float[Array, "b c h w k"]:
+    return rearrange(x, "i b h (u w) k -> b (i u) h w k", w=w)
+
+
+def _in_document_of(block: int, position: Int[Array, "b u"], w: int) -> Bool[Array, "b u"]:
+    """Which blocks of `w` tokens are of the same document as one of them, from where they begin in their documents."""
+    index = np.arange(position.shape[1])
+    return position == position[:, block, None] + w * (index - index[block])
+
+
+def _remember_blocks(memory: Memory, blocks: Memory, position: Int[Array, "b u"]) -> Memory:
+    """Adds the blocks [u, b, h, w, k] of a turn that are of the same document as the last one."""
+
+    def remember(memory, turn):
+        return remember_block(memory, *turn), None
+
+    keep = _in_document_of(-1, position, blocks.key.shape[3])
+    return jax.lax.scan(remember, memory, (blocks, position.T, keep.T))[0]
 
 
 def remember(
@@ -140,15 +263,9 @@ def remember(
     return Memory(write(memory.key, key), write(memory.value, value))
 
 
-def remember_block(
-    memory: Memory,
-    key: Float[Array, "b h w k"],
-    value: Float[Array, "b h w k"],
-    position: Int[Array, " b"],
-    keep: Bool[Array, " b"],
-) -> Memory:
-    """Overwrites the oldest memories with the keys and values of a block, whose length divides m. `position` is that of
-    the block's first token in its document, and `keep` tells the lanes in which to write."""
+def remember_block(memory: Memory, block: Memory, position: Int[Array, " b"], keep: Bool[Array, " b"]) -> Memory:
+    """Overwrites the oldest memories with the keys and values [b, h, w, k] of a block, whose length divides m.
+    `position` is that of the block's first token in its document, and `keep` tells the lanes in which to write."""
     start = position % memory.key.shape[2]
 
     @jax.vmap
@@ -156,4 +273,4 @@ def remember_block(
         old = jax.lax.dynamic_slice_in_dim(x, start, new.shape[1], axis=1)
         return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(keep, new, old), start, axis=1)
 
-    return Memory(write(memory.key, key, start, keep), write(memory.value, value, start, keep))
+    return Memory(*(write(x, new, start, keep) for x, new in zip(memory, block)))

@@ -7,18 +7,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.memory_search import Memory, MemorySearch, attend_memories, recall, remember_block, search
+from meliad_like.layers.kernels import kernel_of_memory
+from meliad_like.layers.memory_search import Lookup, Memory, MemorySearch, Operations, read_segment, remember_block
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.token_heads import Tile, TokenCache
+from meliad_like.mixers.token_heads import TokenCache
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -41,6 +41,7 @@ class MemoryAttention(Mixer):
 
     def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
+        self.lookup = Lookup(config.num_neighbors, config.search, shape.mask_empty_cache)
         self.window = WindowAttention(shape, rngs=rngs, with_positions=False)
         self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",))
 
@@ -51,8 +52,13 @@ class MemoryAttention(Mixer):
     def __call__(self, x, at, carry, dropout_key):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
         positions, position = at.count(carry.position, self.shape.window_length)
-        memory, memories = self._scan(carry.memory, tile, positions)
-        return tokens_of(self._mix(window, tile.query, *memories)), MemoryCarry(cache, memory, position)
+        blocks_per_turn = positions.shape[1] if self.config.update == "segment" else 1
+        key, value = jax.lax.stop_gradient((tile.block.key, tile.block.value))
+        kernel = self.config.kernel(self.shape)
+        lookup = self.lookup._replace(operations=kernel) if kernel else self.lookup
+        results: Any = read_segment(lookup, blocks_per_turn, tile.query, key, value, carry.memory, positions)
+        read, memory = results
+        return tokens_of(self._mix(window, read)), MemoryCarry(cache, memory, position)
 
     def begin_decoding(self, carry):
         return carry._replace(window=self.window.begin_decoding(carry.window))
@@ -62,67 +68,24 @@ class MemoryAttention(Mixer):
 
     def step(self, x, at, carry):
         window, tile, cache = self.window.attend_token(x, carry.window)
-        mixed = self._mix(window, tile.query, *self._find(carry.memory, tile.query, carry.position))
+        found = self.lookup.find(tile.query, carry.memory, carry.position)
+        mixed = self._mix(window, self.lookup.attend(found, carry.memory.value))
         return merge_heads(mixed)[:, 0], carry._replace(window=cache)
 
     def end_block(self, carry):
         key, value, _ = self.window.heads.keys_and_values(carry.window)
         everywhere = jnp.ones_like(carry.position, bool)
-        memory = remember_block(carry.memory, key, value, carry.position, everywhere)
+        memory = remember_block(carry.memory, Memory(key, value), carry.position, everywhere)
         return MemoryCarry(self.window.end_block(carry.window), memory, carry.position + self.shape.window_length)
 
     def _mix(
-        self,
-        window: Float[Array, "*batch h t k"],
-        query: Float[Array, "*batch h t k"],
-        key: Float[Array, "*batch h t j k"],
-        value: Float[Array, "*batch h t j k"],
-        valid: Bool[Array, "*batch h t j"],
+        self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]
     ) -> Float[Array, "*batch h t k"]:
-        """Mixes the results of attention to the window with those of attention to the memories of each query."""
-        if not self.shape.mask_empty_cache:
-            key, value = (jnp.where(valid[..., None], y, 0) for y in (key, value))
-            valid = jnp.ones_like(valid)
-        read = attend_memories(query, key, value, valid)
+        """Mixes the results of attention to the window with those of attention to the memories."""
         share = jax.nn.sigmoid(self.gate[...])[:, None, None]
         # In float32, because the gate's gradient is a sum over all tokens and channels of a head.
         mixed = (1 - share) * window.astype(jnp.float32) + share * read.astype(jnp.float32)
         return mixed.astype(read.dtype)
-
-    def _scan(self, memory: Memory, tile: Tile, positions: Int[Array, "b c"]):
-        """Searches the memory and adds to it, block by block or all at once (`config.update`). Returns the memory, and
-        keys [b, c, h, w, j, k], values and validity of the memories for each query."""
-        w = self.shape.window_length
-        per_turn = positions.shape[1] if self.config.update == "segment" else 1
-
-        def write(memory, block: Any):
-            return remember_block(memory, *block), None
-
-        def step(memory, turn):
-            query, key, value, position = turn
-            # Memories of an earlier document of the same segment are neither found nor kept.
-            first, last = position[:, :1], position[:, -1:]
-            same_as_before = jnp.repeat(position == first + w * jnp.arange(per_turn), w, axis=1)
-            same_as_last = position == last - w * jnp.arange(per_turn)[::-1]
-            *recalled, valid = self._find(memory, query, first[:, 0])
-            valid = valid & same_as_before[:, None, :, None]
-            blocks = [rearrange(y, "b h (u w) k -> u b h w k", w=w) for y in (key, value)]
-            blocks = (*blocks, position.T, same_as_last.T)
-            memory, _ = jax.lax.scan(write, memory, blocks)
-            return memory, (*recalled, valid)
-
-        # The gradient is stopped outside of the scan, so that the scan has none. Otherwise JAX would compute and keep
-        # for all pieces of the memory what does not change from turn to turn, such as the slots for every query.
-        without_gradient = jax.lax.stop_gradient((tile.query, tile.block.key, tile.block.value))
-        turns = (rearrange(y, "b (i u) h w k -> i b h (u w) k", u=per_turn) for y in without_gradient)
-        turns = (*turns, rearrange(positions, "b (i u) -> i b u", u=per_turn))
-        memory, recalled = jax.lax.scan(step, memory, turns)
-        return memory, [rearrange(y, "i b h (u w) ... -> b (i u) h w ...", u=per_turn) for y in recalled]
-
-    def _find(self, memory: Memory, query: Float[Array, "b h t k"], filled: Int[Array, " b"]):
-        """The keys, values and validity of the memories for each query."""
-        hits = search(query, memory.key, filled, self.config.num_neighbors, self.config.search)
-        return *recall(memory, hits.slot), hits.valid
 
 
 @MIXERS.register("external_memory")
@@ -161,6 +124,13 @@ class ExternalMemory(MixerConfig):
 
     def build(self, shape, *, rngs):
         return MemoryAttention(self, shape, rngs=rngs)
+
+    def kernel(self, shape: Shape) -> Operations | None:
+        """The kernels of the search and of the attention to its results."""
+        return kernel_of_memory(shape.attention_kernel, self.search, self.num_neighbors, shape.head_size)
+
+    def has_own_kernel(self, shape):
+        return self.kernel(shape) is not None
 
     def flops(self, shape):
         """The operations of the window, the search and the attention, whose memories have no gradient."""

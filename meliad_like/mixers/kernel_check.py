@@ -20,10 +20,10 @@ from meliad_like.layers.kernels import kernel_of_platform
 from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
 
-BLOCKS_READ = ((1, 2, 0), (0, 1, 2))
-"""The number of blocks of the document before each block, in two lanes. In the first, a document continues from the
-cache, and another begins; in the second, a document begins and continues. Outputs depend on the update of the states by
-a block only if the document continues after it."""
+BLOCKS_READ = ((1000, 1001, 0), (0, 1, 2))
+"""The number of blocks of the document before each block, in two lanes. In the first, a document continues, long enough
+to have filled an external memory, and another begins; in the second, a document begins and continues. Outputs depend on
+the update of the states by a block only if the document continues after it."""
 MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
 places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""

@@ -1,0 +1,211 @@
+"""Pallas kernels for TPUs that find memories by bucket and read them, as `layers/memory_search.py` does: without scores
+in the chip's main memory, and without looking up single vectors, which TPUs do slowly.
+
+Slot `s` is in bucket `s % count`, so that `count` consecutive slots, a row, have one of each bucket. What a query has
+found in a bucket is known by its row. A kernel computes the products of all queries with all rows, and keeps or uses
+those that it needs.
+
+One run of a kernel has some queries of one head and a piece of its memory. The pieces are the grid's innermost axis;
+results stay in the chip's own memory until the last one.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from meliad_like.layers.attention_kernel import ROWS, matrix_product, sharded_on_mesh
+from meliad_like.layers.memory_search import Found, MemorySearch, Operations
+from meliad_like.layers.sharding import MESH_AXES_OF
+
+SLOTS = 4096
+"""The most slots of a piece; with fewer the results are read and written more often."""
+QUERIES = 512
+"""The most queries of a run; in parts of 128, whose results fit into registers."""
+
+Interpret = bool | pltpu.InterpretParams
+
+
+def operations(interpret: Interpret = False) -> Operations:
+    """Those of a search by bucket. `interpret`: whether kernels are interpreted, on any platform, and how."""
+    return Operations(*(functools.partial(run, interpret=interpret) for run in (search, products, mix)))
+
+
+def search(
+    query: Float[Array, "b h t k"],
+    key: Float[Array, "b h m k"],
+    filled: Int[Array, " b"],
+    count: int,
+    kind: MemorySearch,
+    *,
+    interpret: Interpret,
+) -> Found:
+    """`memory_search.search` by bucket."""
+    assert kind == "bucketed"
+    shape = (*query.shape[:3], count)
+    results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
+    filled = jnp.broadcast_to(filled[:, None], query.shape[:2])
+    score, row = _run(_search_kernel, count, filled, (query,), key, results, interpret)
+    return Found(row * count + jnp.arange(count), score)
+
+
+def products(
+    query: Float[Array, "b h t k"],
+    memory: Float[Array, "b h m k"],
+    slot: Int[Array, "b h t j"],
+    *,
+    interpret: Interpret,
+) -> Float[Array, "b h t j"]:
+    """`memory_search.products` with slots that were found by bucket."""
+    return _run_on_slots(_products_kernel, query, memory, slot, slot.shape[-1], interpret)
+
+
+def mix(
+    weights: Float[Array, "b h t j"],
+    memory: Float[Array, "b h m k"],
+    slot: Int[Array, "b h t j"],
+    *,
+    interpret: Interpret,
+) -> Float[Array, "b h t k"]:
+    """`memory_search.mix` of slots that were found by bucket."""
+    return _run_on_slots(_mix_kernel, weights.astype(jnp.float32), memory, slot, memory.shape[-1], interpret)
+
+
+def _run_on_slots(kernel: Callable, x: Array, memory: Array, slot: Array, size: int, interpret: Interpret) -> Array:
+    """Runs a kernel of one result, with `size` numbers for each query."""
+    count = slot.shape[-1]
+    row = slot // count
+    filled = (jnp.max(row, axis=(2, 3)) + 1) * count
+    result = jax.ShapeDtypeStruct((*slot.shape[:3], size), jnp.float32)
+    return _run(kernel, count, filled, (x, row), memory, (result,), interpret)[0]
+
+
+def _run(
+    kernel: Callable,
+    count: int,
+    filled: Int[Array, "b h"],
+    of_queries: tuple[Array, ...],
+    memory: Float[Array, "b h m k"],
+    results: Sequence[jax.ShapeDtypeStruct],
+    interpret: Interpret,
+) -> list[Array]:
+    """Runs a kernel, a function of the number of buckets and of references: to the number of slots that it needs, to
+    what belongs to queries, to a piece of the memory and to results. Under a mesh, each device does so for its lanes
+    and heads."""
+
+    def run(filled, of_queries, memory):
+        (b, h, t, _), (*_, m, k) = of_queries[0].shape, memory.shape
+        queries, slots = _largest_part(t, QUERIES, 1), _largest_part(m, SLOTS, count)
+
+        def of_query(x) -> pl.BlockSpec:
+            return pl.BlockSpec((None, None, queries, x.shape[3]), lambda b, h, t, m, filled: (b, h, t, 0))
+
+        def piece(b, h, t, m, filled):
+            # Pieces that aren't needed are not loaded: the last one stays.
+            return b, h, jnp.clip((filled[b, h] - 1) // slots, 0, m), 0
+
+        return pl.pallas_call(
+            functools.partial(kernel, count),
+            out_shape=[jax.ShapeDtypeStruct((b, h, *x.shape[2:]), x.dtype) for x in results],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(b, h, t // queries, m // slots),
+                in_specs=[*map(of_query, of_queries), pl.BlockSpec((None, None, slots, k), piece)],
+                out_specs=list(map(of_query, results)),
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            interpret=interpret,
+            name=kernel.__name__.strip("_"),
+        )(filled.astype(jnp.int32), *of_queries, memory)
+
+    spec = PartitionSpec(MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"])
+    specs = spec, (spec,) * len(of_queries), spec
+    return sharded_on_mesh(run, specs, spec)(filled, of_queries, memory)
+
+
+def _largest_part(size: int, most: int, unit: int) -> int:
+    """The largest divisor of `size` that is a multiple of `unit` and at most `most`, or `unit` if there is none."""
+    return max((part for part in range(unit, most + 1, unit) if size % part == 0), default=unit)
+
+
+def _search_kernel(count, filled, query, key, score, row):
+    """Writes the highest score of each bucket, and the row that has it."""
+    piece = _Piece(count, filled, key)
+    piece.begin((score, -jnp.inf), (row, 0))
+
+    def search_for(part):
+        highest, found = score[part, :], row[part, :]
+        scores = matrix_product(query[part, :], key[...], (1, 1))
+        bucket = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+        for index, slots in piece.rows():
+            is_filled = bucket < piece.filled - index * count
+            of_row = jnp.where(is_filled, scores[:, slots], -jnp.inf)
+            better = of_row > highest
+            highest, found = jnp.where(better, of_row, highest), jnp.where(better, index, found)
+        score[part, :], row[part, :] = highest, found
+
+    piece.for_parts(search_for, len(query))
+
+
+def _products_kernel(count, filled, query, row, memory, result):
+    """Writes the products of the queries with the vectors in their rows."""
+    piece = _Piece(count, filled, memory)
+    piece.begin((result, 0))
+
+    def multiply(part):
+        of_queries, found = result[part, :], row[part, :]
+        of_slots = matrix_product(query[part, :], memory[...], (1, 1))
+        for index, slots in piece.rows():
+            of_queries = jnp.where(found == index, of_slots[:, slots], of_queries)
+        result[part, :] = of_queries
+
+    piece.for_parts(multiply, len(query))
+
+
+def _mix_kernel(count, filled, weights, row, memory, result):
+    """Writes the sums of the vectors in the queries' rows, times their weights."""
+    piece = _Piece(count, filled, memory)
+    piece.begin((result, 0))
+
+    def add(part):
+        of_buckets, found = weights[part, :], row[part, :]
+        of_slots = [jnp.where(found == index, of_buckets, 0).astype(memory.dtype) for index, _ in piece.rows()]
+        result[part, :] += matrix_product(jnp.concatenate(of_slots, axis=1), memory[...])
+
+    piece.for_parts(add, len(weights))
+
+
+class _Piece:
+    """A piece of the memory of a lane and head."""
+
+    def __init__(self, count: int, filled, memory):
+        lane, head, self.index = (pl.program_id(axis) for axis in (0, 1, 3))
+        self.count, self.num_slots, self.filled = count, len(memory), filled[lane, head]
+
+    def begin(self, *results: tuple) -> None:
+        """With the first piece, fills each result with a value."""
+
+        @pl.when(self.index == 0)
+        def _():
+            for result, value in results:
+                result[...] = jnp.full(result.shape, value, result.dtype)
+
+    def rows(self) -> Iterator[tuple[Array, slice]]:
+        """The index of each row in the whole memory, and its slots in the piece."""
+        num_rows = self.num_slots // self.count
+        for row in range(num_rows):
+            yield self.index * num_rows + row, slice(row * self.count, (row + 1) * self.count)
+
+    def for_parts(self, run: Callable[[slice], None], num_queries: int) -> None:
+        """Runs a function for parts of the queries, unless no slot of the piece is needed."""
+
+        @pl.when(self.index * self.num_slots < self.filled)
+        def _():
+            size = _largest_part(num_queries, ROWS, 1)
+            for begin in range(0, num_queries, size):
+                run(slice(begin, begin + size))
