@@ -49,6 +49,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
         results = [of_states.outputs_and_gradients(attend, *inputs) for attend in attends]
     elif subject == "memory":
         memory = Memory(*(normal(B, h, 4 * w, k) for _ in range(2)))
+        memory_kernel.SLOTS, memory_kernel.QUERIES = 2 * w, w // 2
         query, key, value, cotangent = (normal(B, C, h, w, k) for _ in range(4))
         positions = jnp.asarray([[3 * w, 4 * w], [w, 0]])
 

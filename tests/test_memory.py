@@ -164,7 +164,8 @@ def read_plainly(lookup, blocks_per_turn, query, key, value, memory, position):
 @pytest.mark.parametrize("blocks_per_turn", [1, 3, 6])
 @pytest.mark.parametrize(("kind", "operations"), [("exact", DEFAULT), ("bucketed", DEFAULT), ("bucketed", KERNELS)])
 def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, monkeypatch):
-    monkeypatch.setattr(memory_kernel, "SLOTS", 8)
+    for name, size in (("SLOTS", 8), ("QUERIES", 2), ("PART", 1)):
+        monkeypatch.setattr(memory_kernel, name, size)
     lookup, w, m = Lookup(J, kind, mask_empty, operations), 4, 16
     query, key, value, cotangent = (jnp.asarray(normal(B, 6, H, w, K, seed=seed)) for seed in range(4))
     memory = Memory(*(jnp.asarray(normal(B, H, m, K, seed=seed)) for seed in (4, 5)))
@@ -178,6 +179,22 @@ def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn
         outcomes.append((result, pull_back(cotangent), after))
     for one, other in zip(*map(jax.tree.leaves, outcomes), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operations", [DEFAULT, KERNELS])
+def test_what_an_earlier_document_left_is_not_read(operations):
+    """Even if it is not a number."""
+    query, key, value, cotangent = (jnp.asarray(normal(B, 2, H, 4, K, seed=seed)) for seed in range(4))
+    clean = Memory(*(jnp.asarray(normal(B, H, 16, K, seed=seed)) for seed in (4, 5)))
+    positions, outcomes = jnp.array([[4, 8], [4, 0]]), []
+    for memory in (clean, Memory(*(x.at[:, :, 4:].set(jnp.nan) for x in clean))):
+
+        def read(query, memory=memory):
+            return read_segment(Lookup(J, "bucketed", True, operations), 1, query, key, value, memory, positions)[0]
+
+        result, pull_back = jax.vjp(read, query)
+        outcomes.append((result, pull_back(cotangent)))
+    jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
 def model_and_carry(config, b=2):

@@ -5,8 +5,8 @@ Slot `s` is in bucket `s % count`, so that `count` consecutive slots, a row, hav
 found in a bucket is known by its row. A kernel computes the products of all queries with all rows, and keeps or uses
 those that it needs.
 
-One run of a kernel has some queries of one head and a piece of its memory. The pieces are the grid's innermost axis;
-results stay in the chip's own memory until the last one.
+One run of a kernel has some queries of one lane and head, and a piece of their memory. The pieces are the grid's
+innermost axis; results stay in the chip's own memory until the last one.
 """
 
 import functools
@@ -19,20 +19,22 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention_kernel import ROWS, matrix_product, sharded_on_mesh
+from meliad_like.layers.attention_kernel import matrix_product, sharded_on_mesh
 from meliad_like.layers.memory_search import Found, MemorySearch, Operations
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 SLOTS = 4096
 """The most slots of a piece; with fewer the results are read and written more often."""
 QUERIES = 512
-"""The most queries of a run; in parts of 128, whose results fit into registers."""
+"""The most queries of a run."""
+PART = 128
+"""The most queries that are computed together, whose results fit into registers."""
 
 Interpret = bool | pltpu.InterpretParams
 
 
 def operations(interpret: Interpret = False) -> Operations:
-    """Those of a search by bucket. `interpret`: whether kernels are interpreted, on any platform, and how."""
+    """The kernels for a search by bucket. `interpret`: whether kernels are interpreted, on any platform, and how."""
     return Operations(*(functools.partial(run, interpret=interpret) for run in (search, products, mix)))
 
 
@@ -100,14 +102,14 @@ def _run(
 
     def run(filled, of_queries, memory):
         (b, h, t, _), (*_, m, k) = of_queries[0].shape, memory.shape
-        queries, slots = _largest_part(t, QUERIES, 1), _largest_part(m, SLOTS, count)
+        queries, slots = _largest_part(t, QUERIES, min(PART, t)), _largest_part(m, SLOTS, count)
 
         def of_query(x) -> pl.BlockSpec:
             return pl.BlockSpec((None, None, queries, x.shape[3]), lambda b, h, t, m, filled: (b, h, t, 0))
 
-        def piece(b, h, t, m, filled):
-            # Pieces that aren't needed are not loaded: the last one stays.
-            return b, h, jnp.clip((filled[b, h] - 1) // slots, 0, m), 0
+        def piece(b, h, t, index, filled):
+            # Pieces that aren't needed are not loaded: the last one that is needed stays.
+            return b, h, jnp.minimum(index, jnp.maximum(filled[b, h] - 1, 0) // slots), 0
 
         return pl.pallas_call(
             functools.partial(kernel, count),
@@ -136,7 +138,7 @@ def _largest_part(size: int, most: int, unit: int) -> int:
 def _search_kernel(count, filled, query, key, score, row):
     """Writes the highest score of each bucket, and the row that has it."""
     piece = _Piece(count, filled, key)
-    piece.begin((score, -jnp.inf), (row, 0))
+    piece.begin((score, -jnp.inf), (row, -1))
 
     def search_for(part):
         highest, found = score[part, :], row[part, :]
@@ -171,11 +173,14 @@ def _mix_kernel(count, filled, weights, row, memory, result):
     """Writes the sums of the vectors in the queries' rows, times their weights."""
     piece = _Piece(count, filled, memory)
     piece.begin((result, 0))
+    # What an earlier document has left may be infinite, and 0 times that is not 0.
+    slot = piece.index * len(memory) + jax.lax.broadcasted_iota(jnp.int32, memory.shape, 0)
+    vectors = jnp.where(slot < piece.filled, memory[...], jnp.zeros(memory.shape, memory.dtype))
 
     def add(part):
         of_buckets, found = weights[part, :], row[part, :]
         of_slots = [jnp.where(found == index, of_buckets, 0).astype(memory.dtype) for index, _ in piece.rows()]
-        result[part, :] += matrix_product(jnp.concatenate(of_slots, axis=1), memory[...])
+        result[part, :] += matrix_product(jnp.concatenate(of_slots, axis=1), vectors)
 
     piece.for_parts(add, len(weights))
 
@@ -206,6 +211,6 @@ class _Piece:
 
         @pl.when(self.index * self.num_slots < self.filled)
         def _():
-            size = _largest_part(num_queries, ROWS, 1)
+            size = _largest_part(num_queries, PART, min(PART, num_queries))
             for begin in range(0, num_queries, size):
                 run(slice(begin, begin + size))

@@ -4,7 +4,7 @@ Memorizing Transformers (Wu et al. 2022), section 3, a baseline of Block-Recurre
 
 A memory is a ring: the token at position `p` of its document lies in slot `p % m`. So the number of filled
 slots follows from the position in the document, and nothing needs to be erased when the next document begins.
-Neither the search nor the memories have a gradient; attention to the memories found has one, through the query.
+Of a segment, only the queries have a gradient, through the attention to the memories found.
 """
 
 import functools
@@ -120,7 +120,7 @@ def _recall(memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]) -> Flo
 
 
 class Operations(NamedTuple):
-    """The functions of this module that go through a memory, or kernels instead (`layers/memory_kernel.py`)."""
+    """The functions that go through a memory; kernels may take their place (`layers/memory_kernel.py`)."""
 
     search: Callable[..., Found] = search
     products: Callable[..., Array] = products
@@ -149,7 +149,8 @@ class Lookup(NamedTuple):
     def gradient_of_query(
         self, found: Found, memory: Memory, result: Float[Array, "b h t k"], cotangent: Float[Array, "b h t k"]
     ) -> Float[Array, "b h t k"]:
-        """The gradient of the query, through the scores, from the result of `attend` and its cotangent."""
+        """The gradient of the query, from the result of `attend` and its cotangent. That of a score is its weight times
+        the cotangent's products with value minus result."""
         weights, total = self._weigh(found, jnp.float32)
         inner = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1, keepdims=True)
         of_score = self.operations.products(cotangent, memory.value, found.slot) - inner
@@ -175,12 +176,12 @@ def read_segment(
 ) -> tuple[Float[Array, "b c h w k"], Memory]:
     """Attends to the memories for the blocks of a segment, turn by turn, and adds the blocks to the memory.
 
-    Only the query has a gradient. It needs what the memory contained at each turn, so the backward pass adds the blocks
-    once more.
+    Only the query has a gradient. This needs what the memory contained at each turn, so the backward pass adds the
+    blocks once more.
 
     Args:
         blocks_per_turn: the number of blocks that search together, and are then added.
-        position: that of each block's first token in its document.
+        position: the position of each block's first token in its document.
     """
     return _read_forward(lookup, blocks_per_turn, query, key, value, memory, position)[0]
 
@@ -228,7 +229,8 @@ def _by_block(x: Float[Array, "i b h t k"], w: int) -> Float[Array, "b c h w k"]
 
 
 def _in_document_of(block: int, position: Int[Array, "b u"], w: int) -> Bool[Array, "b u"]:
-    """Which blocks of `w` tokens are of the same document as one of them, from where they begin in their documents."""
+    """Whether each block of `w` tokens is of the same document as the block with the index `block`, by the positions of
+    their first tokens."""
     index = np.arange(position.shape[1])
     return position == position[:, block, None] + w * (index - index[block])
 
