@@ -14,7 +14,7 @@ from einops import rearrange
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
 from meliad_like.layers.kernels import KERNELS
-from meliad_like.layers.memory_search import Found, Lookup, products
+from meliad_like.layers.memory_search import Hits, Lookup, products
 
 B, C, H, W, K = 2, 2, 2, 16, 8
 VALID = jnp.array([[False, True], [True, False]])
@@ -164,8 +164,8 @@ def test_memories(scale, opposed):
     valid = np.broadcast_to(np.arange(W) < np.arange(W)[:, None], (B, H, W, W))
     expected = softmax(query, key, value, 0.0, valid)
     slot = jnp.broadcast_to(jnp.arange(W), valid.shape)
-    found = Found(slot, jnp.where(valid, products(query, key, slot), -jnp.inf))
-    actual = Lookup(W, "exact", mask_empty=True).attend(found, value)
+    hits = Hits(slot, jnp.where(valid, products(query, key, slot), -jnp.inf))
+    actual = Lookup(W, "exact", mask_empty=True).attend(hits, value)
     np.testing.assert_array_less(np.abs(actual - expected), limit(scale) * np.abs(value).max())
     assert not np.any(actual[:, :, 0])
 

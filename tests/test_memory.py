@@ -11,7 +11,7 @@ from ways import V, W, begin, read, starts, tokens_of
 from meliad_like.errors import UserError
 from meliad_like.layers import memory_kernel, memory_search
 from meliad_like.layers.memory_search import (
-    Found,
+    Hits,
     Lookup,
     Memory,
     Operations,
@@ -91,7 +91,7 @@ def test_slots_are_of_their_lane_and_head():
 
 
 def test_no_memory_is_zero():
-    nothing = Found(np.zeros((1, 1, 2, J), np.int32), np.full((1, 1, 2, J), -np.inf, np.float32))
+    nothing = Hits(np.zeros((1, 1, 2, J), np.int32), np.full((1, 1, 2, J), -np.inf, np.float32))
     for mask_empty in (True, False):
         result = Lookup(J, "exact", mask_empty).attend(nothing, normal(1, 1, M, K))
         np.testing.assert_array_equal(result, 0)

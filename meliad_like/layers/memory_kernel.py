@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from meliad_like.layers.attention_kernel import matrix_product, sharded_on_mesh
-from meliad_like.layers.memory_search import Found, MemorySearch, Operations
+from meliad_like.layers.memory_search import Hits, MemorySearch, Operations
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 SLOTS = 4096
@@ -46,14 +46,14 @@ def search(
     kind: MemorySearch,
     *,
     interpret: Interpret,
-) -> Found:
+) -> Hits:
     """`memory_search.search` by bucket."""
     assert kind == "bucketed"
     shape = (*query.shape[:3], count)
     results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
     filled = jnp.broadcast_to(filled[:, None], query.shape[:2])
     score, row = _run(_search_kernel, count, filled, (query,), key, results, interpret)
-    return Found(row * count + jnp.arange(count), score)
+    return Hits(row * count + jnp.arange(count), score)
 
 
 def products(
@@ -140,18 +140,18 @@ def _search_kernel(count, filled, query, key, score, row):
     piece = _Piece(count, filled, key)
     piece.begin((score, -jnp.inf), (row, -1))
 
-    def search_for(part):
-        highest, found = score[part, :], row[part, :]
-        scores = matrix_product(query[part, :], key[...], (1, 1))
-        bucket = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
-        for index, slots in piece.rows():
-            is_filled = bucket < piece.filled - index * count
-            of_row = jnp.where(is_filled, scores[:, slots], -jnp.inf)
-            better = of_row > highest
-            highest, found = jnp.where(better, of_row, highest), jnp.where(better, index, found)
-        score[part, :], row[part, :] = highest, found
-
-    piece.for_parts(search_for, len(query))
+    @pl.when(piece.is_needed)
+    def _():
+        for part in _parts(query):
+            best_score, best_row = score[part, :], row[part, :]
+            scores = matrix_product(query[part, :], key[...], (1, 1))
+            bucket = jax.lax.broadcasted_iota(jnp.int32, best_row.shape, 1)
+            for index, slots in piece.rows():
+                is_filled = bucket < piece.filled - index * count
+                of_row = jnp.where(is_filled, scores[:, slots], -jnp.inf)
+                better = of_row > best_score
+                best_score, best_row = jnp.where(better, of_row, best_score), jnp.where(better, index, best_row)
+            score[part, :], row[part, :] = best_score, best_row
 
 
 def _products_kernel(count, filled, query, row, memory, result):
@@ -159,30 +159,29 @@ def _products_kernel(count, filled, query, row, memory, result):
     piece = _Piece(count, filled, memory)
     piece.begin((result, 0))
 
-    def multiply(part):
-        of_queries, found = result[part, :], row[part, :]
-        of_slots = matrix_product(query[part, :], memory[...], (1, 1))
-        for index, slots in piece.rows():
-            of_queries = jnp.where(found == index, of_slots[:, slots], of_queries)
-        result[part, :] = of_queries
-
-    piece.for_parts(multiply, len(query))
+    @pl.when(piece.is_needed)
+    def _():
+        for part in _parts(query):
+            of_rows = result[part, :]
+            of_slots = matrix_product(query[part, :], memory[...], (1, 1))
+            for index, slots in piece.rows():
+                of_rows = jnp.where(row[part, :] == index, of_slots[:, slots], of_rows)
+            result[part, :] = of_rows
 
 
 def _mix_kernel(count, filled, weights, row, memory, result):
     """Writes the sums of the vectors in the queries' rows, times their weights."""
     piece = _Piece(count, filled, memory)
     piece.begin((result, 0))
-    # What an earlier document has left may be infinite, and 0 times that is not 0.
-    slot = piece.index * len(memory) + jax.lax.broadcasted_iota(jnp.int32, memory.shape, 0)
-    vectors = jnp.where(slot < piece.filled, memory[...], jnp.zeros(memory.shape, memory.dtype))
 
-    def add(part):
-        of_buckets, found = weights[part, :], row[part, :]
-        of_slots = [jnp.where(found == index, of_buckets, 0).astype(memory.dtype) for index, _ in piece.rows()]
-        result[part, :] += matrix_product(jnp.concatenate(of_slots, axis=1), vectors)
-
-    piece.for_parts(add, len(weights))
+    @pl.when(piece.is_needed)
+    def _():
+        # What an earlier document has left may be infinite, and 0 times that is not 0.
+        slot = piece.index * len(memory) + jax.lax.broadcasted_iota(jnp.int32, memory.shape, 0)
+        vectors = jnp.where(slot < piece.filled, memory[...], jnp.zeros(memory.shape, memory.dtype))
+        for part in _parts(weights):
+            of_slots = [jnp.where(row[part, :] == index, weights[part, :], 0) for index, _ in piece.rows()]
+            result[part, :] += matrix_product(jnp.concatenate(of_slots, axis=1).astype(memory.dtype), vectors)
 
 
 class _Piece:
@@ -191,6 +190,7 @@ class _Piece:
     def __init__(self, count: int, filled, memory):
         lane, head, self.index = (pl.program_id(axis) for axis in (0, 1, 3))
         self.count, self.num_slots, self.filled = count, len(memory), filled[lane, head]
+        self.is_needed = self.index * self.num_slots < self.filled
 
     def begin(self, *results: tuple) -> None:
         """With the first piece, fills each result with a value."""
@@ -206,11 +206,10 @@ class _Piece:
         for row in range(num_rows):
             yield self.index * num_rows + row, slice(row * self.count, (row + 1) * self.count)
 
-    def for_parts(self, run: Callable[[slice], None], num_queries: int) -> None:
-        """Runs a function for parts of the queries, unless no slot of the piece is needed."""
 
-        @pl.when(self.index * self.num_slots < self.filled)
-        def _():
-            size = _largest_part(num_queries, PART, min(PART, num_queries))
-            for begin in range(0, num_queries, size):
-                run(slice(begin, begin + size))
+def _parts(of_queries) -> Iterator[slice]:
+    """The queries that are computed together."""
+    num_queries = len(of_queries)
+    size = _largest_part(num_queries, PART, min(PART, num_queries))
+    for begin in range(0, num_queries, size):
+        yield slice(begin, begin + size)

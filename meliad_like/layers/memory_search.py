@@ -34,7 +34,7 @@ class Memory(NamedTuple):
     value: Float[Array, "b h m k"]
 
 
-class Found(NamedTuple):
+class Hits(NamedTuple):
     """The memories found for every query and head: the nearest first (`exact`) or by bucket (`bucketed`)."""
 
     slot: Int[Array, "b h t j"]
@@ -48,7 +48,7 @@ def search(
     filled: Int[Array, " b"],
     count: int,
     kind: MemorySearch,
-) -> Found:
+) -> Hits:
     """Finds the `count` memories with the largest inner products for each query, one piece of the memory at a time.
 
     Args:
@@ -78,7 +78,7 @@ def search(
     nothing = (jnp.full((b, h, count, t), -jnp.inf), jnp.zeros((b, h, count, t), jnp.int32))
     best, _ = jax.lax.scan(piece, nothing, jnp.arange(-(-num_slots // step)))
     scores, slot = (jnp.swapaxes(x, 2, 3) for x in best)
-    return Found(slot, scores)
+    return Hits(slot, scores)
 
 
 def _merge_nearest(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]):
@@ -122,7 +122,7 @@ def _recall(memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]) -> Flo
 class Operations(NamedTuple):
     """The functions that go through a memory; kernels may take their place (`layers/memory_kernel.py`)."""
 
-    search: Callable[..., Found] = search
+    search: Callable[..., Hits] = search
     products: Callable[..., Array] = products
     mix: Callable[..., Array] = mix
 
@@ -137,31 +137,31 @@ class Lookup(NamedTuple):
     """Whether a memory that was not found is masked; otherwise its key and value are 0."""
     operations: Operations = Operations()
 
-    def find(self, query: Float[Array, "b h t k"], memory: Memory, filled: Int[Array, " b"]) -> Found:
+    def find(self, query: Float[Array, "b h t k"], memory: Memory, filled: Int[Array, " b"]) -> Hits:
         """The memories for each query among the first `filled` slots."""
         return self.operations.search(query, memory.key, filled, self.count, self.kind)
 
-    def attend(self, found: Found, value: Float[Array, "b h m k"]) -> Float[Array, "b h t k"]:
+    def attend(self, hits: Hits, value: Float[Array, "b h m k"]) -> Float[Array, "b h t k"]:
         """Attention to the memories found; the result is 0 where there are none."""
-        weights, total = self._weigh(found, value.dtype)
-        return average(self.operations.mix(weights, value, found.slot), total, value.dtype)
+        weights, total = self._weigh(hits, value.dtype)
+        return average(self.operations.mix(weights, value, hits.slot), total, value.dtype)
 
     def gradient_of_query(
-        self, found: Found, memory: Memory, result: Float[Array, "b h t k"], cotangent: Float[Array, "b h t k"]
+        self, hits: Hits, memory: Memory, result: Float[Array, "b h t k"], cotangent: Float[Array, "b h t k"]
     ) -> Float[Array, "b h t k"]:
         """The gradient of the query, from the result of `attend` and its cotangent. That of a score is its weight times
         the cotangent's products with value minus result."""
-        weights, total = self._weigh(found, jnp.float32)
+        weights, total = self._weigh(hits, jnp.float32)
         inner = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1, keepdims=True)
-        of_score = self.operations.products(cotangent, memory.value, found.slot) - inner
+        of_score = self.operations.products(cotangent, memory.value, hits.slot) - inner
         of_score *= weights / jnp.maximum(total, 1)
-        return self.operations.mix(of_score, memory.key, found.slot).astype(cotangent.dtype)
+        return self.operations.mix(of_score, memory.key, hits.slot).astype(cotangent.dtype)
 
-    def _weigh(self, found: Found, dtype: Any) -> tuple[Float[Array, "b h t j"], Float[Array, "b h t 1"]]:
+    def _weigh(self, hits: Hits, dtype: Any) -> tuple[Float[Array, "b h t j"], Float[Array, "b h t 1"]]:
         """`attention.weigh`; what was not found has a weight of 0."""
-        is_found = found.score > -jnp.inf
-        weights, total = weigh(jnp.where(is_found, found.score, MASKED if self.mask_empty else 0), dtype)
-        return jnp.where(is_found, weights, 0), total
+        is_hit = hits.score > -jnp.inf
+        weights, total = weigh(jnp.where(is_hit, hits.score, MASKED if self.mask_empty else 0), dtype)
+        return jnp.where(is_hit, weights, 0), total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -191,17 +191,17 @@ def _read_forward(lookup, blocks_per_turn, query, key, value, memory, position):
 
     def step(memory, turn):
         query, block, position = turn
-        found = lookup.find(query, memory, position[:, 0])
+        hits = lookup.find(query, memory, position[:, 0])
         # Memories of an earlier document of the same segment are neither found nor kept.
         may_find = jnp.repeat(_in_document_of(0, position, w), w, axis=1)
-        found = found._replace(score=jnp.where(may_find[:, None, :, None], found.score, -jnp.inf))
-        return _remember_blocks(memory, block, position), (found, lookup.attend(found, memory.value))
+        hits = hits._replace(score=jnp.where(may_find[:, None, :, None], hits.score, -jnp.inf))
+        return _remember_blocks(memory, block, position), (hits, lookup.attend(hits, memory.value))
 
     blocks = Memory(*(rearrange(x, "b (i u) h w k -> i u b h w k", u=blocks_per_turn) for x in (key, value)))
     positions = rearrange(position, "b (i u) -> i b u", u=blocks_per_turn)
     turns = _by_turn(query, blocks_per_turn), blocks, positions
-    after, (found, results) = jax.lax.scan(step, memory, turns)
-    return (_by_block(results, w), after), (memory, blocks, positions, found, results)
+    after, (hits, results) = jax.lax.scan(step, memory, turns)
+    return (_by_block(results, w), after), (memory, blocks, positions, hits, results)
 
 
 def _read_backward(lookup, blocks_per_turn, saved, cotangents):
@@ -209,8 +209,8 @@ def _read_backward(lookup, blocks_per_turn, saved, cotangents):
     cotangent, _ = cotangents
 
     def step(memory, turn):
-        block, position, found, result, cotangent = turn
-        gradient = lookup.gradient_of_query(found, memory, result, cotangent)
+        block, position, hits, result, cotangent = turn
+        gradient = lookup.gradient_of_query(hits, memory, result, cotangent)
         return _remember_blocks(memory, block, position), gradient
 
     _, gradients = jax.lax.scan(step, memory, (*of_turns, _by_turn(cotangent, blocks_per_turn)))

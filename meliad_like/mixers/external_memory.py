@@ -42,6 +42,9 @@ class MemoryAttention(Mixer):
     def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.lookup = Lookup(config.num_neighbors, config.search, shape.mask_empty_cache)
+        # For a single token, products with the whole memory would take longer than to look up what it needs.
+        kernel = config.kernel(shape)
+        self.segment_lookup = self.lookup._replace(operations=kernel) if kernel else self.lookup
         self.window = WindowAttention(shape, rngs=rngs, with_positions=False)
         self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",))
 
@@ -53,10 +56,8 @@ class MemoryAttention(Mixer):
         window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
         positions, position = at.count(carry.position, self.shape.window_length)
         blocks_per_turn = positions.shape[1] if self.config.update == "segment" else 1
-        key, value = jax.lax.stop_gradient((tile.block.key, tile.block.value))
-        kernel = self.config.kernel(self.shape)
-        lookup = self.lookup._replace(operations=kernel) if kernel else self.lookup
-        results: Any = read_segment(lookup, blocks_per_turn, tile.query, key, value, carry.memory, positions)
+        blocks = tile.block.key, tile.block.value
+        results: Any = read_segment(self.segment_lookup, blocks_per_turn, tile.query, *blocks, carry.memory, positions)
         read, memory = results
         return tokens_of(self._mix(window, read)), MemoryCarry(cache, memory, position)
 
@@ -68,8 +69,8 @@ class MemoryAttention(Mixer):
 
     def step(self, x, at, carry):
         window, tile, cache = self.window.attend_token(x, carry.window)
-        found = self.lookup.find(tile.query, carry.memory, carry.position)
-        mixed = self._mix(window, self.lookup.attend(found, carry.memory.value))
+        hits = self.lookup.find(tile.query, carry.memory, carry.position)
+        mixed = self._mix(window, self.lookup.attend(hits, carry.memory.value))
         return merge_heads(mixed)[:, 0], carry._replace(window=cache)
 
     def end_block(self, carry):
