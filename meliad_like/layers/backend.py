@@ -33,9 +33,9 @@ def keeps_only_named_values() -> bool:
 
 
 def looks_up_logits_of_targets() -> bool:
-    """CPU: the logit of a target is looked up; elsewhere it is a masked sum over the vocabulary. A lookup has a scatter
-    as its gradient, which is slow on accelerators."""
-    return platform() == "cpu"
+    """TPU: the logit of a target is a masked sum over the vocabulary, because lookups are slow there; elsewhere it is
+    looked up."""
+    return platform() != "tpu"
 
 
 def takes_norm_of_updates_first() -> bool:

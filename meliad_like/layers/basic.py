@@ -96,9 +96,26 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def scores(x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
-    """The products with each vector of a table, which is rounded to the dtype of `x`, in float32."""
-    y = jnp.einsum("ni,vi->nv", rows(x), table.astype(x.dtype), preferred_element_type=jnp.float32)
-    return y.reshape(*x.shape[:-1], -1)
+    """The products with each vector of a table, which is rounded to the dtype of `x`, in float32.
+
+    Their gradient is rounded to this dtype, too, before it is multiplied by the table and by `x`.
+    """
+    return _scores(rows(x), table).reshape(*x.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _scores(x: Float[Array, "n i"], table: Float[Array, "v i"]) -> Float[Array, "n v"]:
+    return jnp.einsum("ni,vi->nv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _scores_backward(saved, cotangent):
+    x, table = saved
+    cotangent = cotangent.astype(x.dtype)
+    of_table = jnp.einsum("nv,ni->vi", cotangent, x, preferred_element_type=table.dtype)
+    return cotangent @ table.astype(x.dtype), of_table
+
+
+_scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backward)
 
 
 def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:

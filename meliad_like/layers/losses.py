@@ -45,11 +45,10 @@ def token_losses(
     def losses(hidden, targets):
         logits = module.logits(hidden)
         if num_parts() == 1 and looks_up_logits_of_targets():
-            target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            target_logits = logits_of_targets(logits, targets)
         else:
             # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
-            is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-            target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+            target_logits = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0), axis=-1)
         highest = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), SOFTMAX)
         total = checkpoint_name(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1), SOFTMAX)
         # On a CPU argmax takes many times as long as the maximum, which the softmax needs in any case.
@@ -57,6 +56,23 @@ def token_losses(
         return TokenLosses(log_sums - target_logits, target_logits >= highest, log_sums)
 
     return in_slices(losses, divisor(hidden.shape[1], slice_length), hidden, targets)
+
+
+@jax.custom_vjp
+def logits_of_targets(logits: Float[Array, "b n v"], targets: Int[Array, "b n"]) -> Float[Array, "b n"]:
+    """The logit of each target. Its gradient is a comparison with all tokens, which XLA computes together with that of
+    the softmax, instead of a scatter."""
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
+logits_of_targets.defvjp(
+    lambda logits, targets: (logits_of_targets(logits, targets), (logits, targets)),
+    lambda saved, cotangent: (jnp.where(_is_target(*saved), cotangent[..., None], 0), None),
+)
+
+
+def _is_target(logits: Float[Array, "b n v"], targets: Int[Array, "b n"]) -> Bool[Array, "b n v"]:
+    return jnp.arange(logits.shape[-1]) == targets[..., None]
 
 
 def divisor(n: int, at_most: int) -> int:
