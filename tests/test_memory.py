@@ -10,6 +10,7 @@ from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
 from meliad_like.layers import memory_kernel, memory_search
+from meliad_like.layers.lanes import choose_carry, to_undo
 from meliad_like.layers.memory_search import (
     Hits,
     Lookup,
@@ -251,6 +252,21 @@ def test_updated_by_segments_a_segment_does_not_find_itself():
         logits[update], _ = read(model, params, tokens_of(2, 4), carry, starts(2, 4))
     np.testing.assert_array_equal(logits["block"][:, :W], logits["segment"][:, :W])
     assert (np.abs(logits["block"] - logits["segment"])[:, W:] > 0).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("begins", [(), [(1, 3)], [(0, 2), (1, 4)]])
+@pytest.mark.parametrize(("num_slots", "update"), [(4 * W, "block"), (12 * W, "block"), (12 * W, "segment")])
+def test_a_step_that_is_not_taken_leaves_the_memory_as_it_was(num_slots, update, begins):
+    """Also where a segment goes on at the beginning of the memory, or documents begin inside of it."""
+    model, params, carry = model_and_carry(memorizing(num_slots=num_slots, update=update))
+    for seed in range(3):
+        before = carry
+        _, carry = read(model, params, tokens_of(2, 5, seed=seed), before, starts(2, 5, *begins))
+    assert (before.layers[0]["external_memory"].memory.key != carry.layers[0]["external_memory"].memory.key).any()
+    same, old = jax.jit(to_undo, static_argnums=1)(before, 5 * W)
+    jax.tree.map(np.testing.assert_array_equal, same, before)
+    for taken, expected in ((False, before), (True, carry)):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(choose_carry)(jnp.array(taken), carry, old), expected)
 
 
 def test_a_segment_longer_than_the_memory_leaves_its_newest_tokens():

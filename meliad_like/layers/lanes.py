@@ -33,6 +33,31 @@ def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
     return jax.tree.map(choose, flagged, unflagged)
 
 
+def to_undo(carry: Any, num_tokens: int) -> tuple[Any, Any]:
+    """The carry to read `num_tokens` tokens with, and what `choose_carry` needs of it.
+
+    A large part of a carry, of which reading changes little, has two methods for it: `to_undo(num_tokens)`, which
+    returns such a pair, and `restored(old, undone)`. So no program has a second copy of it.
+    """
+    parts, structure = jax.tree.flatten(carry, is_leaf=_is_large)
+    pairs = [part.to_undo(num_tokens) if _is_large(part) else (part, part) for part in parts]
+    return structure.unflatten([part for part, _ in pairs]), [old for _, old in pairs]
+
+
+def choose_carry(taken: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """The carry `new` if it is taken, otherwise the one before, by the second result of `to_undo`."""
+    parts, structure = jax.tree.flatten(new, is_leaf=_is_large)
+    chosen = [
+        part.restored(before, ~taken) if _is_large(part) else jnp.where(taken, part, before)
+        for part, before in zip(parts, old, strict=True)
+    ]
+    return structure.unflatten(chosen)
+
+
+def _is_large(part: Any) -> bool:
+    return hasattr(part, "to_undo")
+
+
 def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:
     """`function(carry)` for the flagged lanes, and `carry` for the others; not computed without a flagged lane."""
     return jax.lax.cond(

@@ -265,6 +265,42 @@ def remember(
     return Memory(write(memory.key, key), write(memory.value, value))
 
 
+class Overwritten(NamedTuple):
+    """What a memory contains where blocks may be written."""
+
+    starts: Int[Array, "i b"]
+    """The slots at which the blocks begin."""
+    blocks: Memory
+    """Blocks [i, b, h, w, k]."""
+
+
+def overwritten(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: int) -> Overwritten:
+    """What a memory contains where reading blocks of `w` tokens at a position in the document may write: in the next
+    slots, and where other documents begin in the first ones."""
+    num_slots = memory.key.shape[2]
+    offsets = w * jnp.arange(num_blocks)[:, None]
+    starts = jnp.concatenate([position + offsets, jnp.zeros_like(position) + offsets]) % num_slots
+    if len(starts) * w >= num_slots:
+        starts = jnp.zeros_like(position) + w * jnp.arange(num_slots // w)[:, None]
+
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    @jax.vmap
+    def blocks_at(x, start):
+        return jax.lax.dynamic_slice_in_dim(x, start, w, axis=1)
+
+    return Overwritten(starts, Memory(*(blocks_at(x, starts) for x in memory)))
+
+
+def restore(memory: Memory, old: Overwritten, undone: Bool[Array, ""]) -> Memory:
+    """The memory as it was before, if `undone`."""
+
+    def step(memory, turn):
+        start, block = turn
+        return remember_block(memory, block, start, jnp.broadcast_to(undone, start.shape)), None
+
+    return jax.lax.scan(step, memory, tuple(old))[0]
+
+
 def remember_block(memory: Memory, block: Memory, position: Int[Array, " b"], keep: Bool[Array, " b"]) -> Memory:
     """Overwrites the oldest memories with the keys and values [b, h, w, k] of a block, whose length divides m.
     `position` is that of the block's first token in its document, and `keep` tells the lanes in which to write."""

@@ -3,19 +3,29 @@
 This is a baseline of Block-Recurrent Transformers (table 1). The layer's window has no positions either.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.kernels import kernel_of_memory
-from meliad_like.layers.memory_search import Lookup, Memory, MemorySearch, Operations, read_segment, remember_block
+from meliad_like.layers.memory_search import (
+    Lookup,
+    Memory,
+    MemorySearch,
+    Operations,
+    overwritten,
+    read_segment,
+    restore,
+)
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
 from meliad_like.mixers.token_heads import TokenCache
@@ -32,6 +42,25 @@ class MemoryCarry(NamedTuple):
     memory: Memory
     position: Int[Array, " b"]
     """The number of tokens of the document that have been remembered, or overwritten since."""
+
+    def to_undo(self, num_tokens: int) -> tuple["MemoryCarry", Any]:
+        """As `lanes.to_undo` says."""
+        w = self.window.key.shape[-2]
+        blocks_of = functools.partial(overwritten, w=w, num_blocks=-(-num_tokens // w))
+        old = self._by_layer(blocks_of)(self.memory, self.position)
+        # Nothing is written before this is read, so the memory can be changed in place.
+        position, old = jax.lax.optimization_barrier((self.position, old))
+        return self._replace(position=position), self._replace(memory=old)
+
+    def restored(self, old: "MemoryCarry", undone: Bool[Array, ""]) -> "MemoryCarry":
+        """As `lanes.choose_carry` says."""
+        memory = self._by_layer(functools.partial(restore, undone=undone))(self.memory, old.memory)
+        others = (carry._replace(memory=None) for carry in (old, self))
+        return jax.tree.map(functools.partial(jnp.where, undone), *others)._replace(memory=memory)
+
+    def _by_layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` for each layer, where a scan has stacked layers."""
+        return functools.reduce(lambda function, _: jax.vmap(function), self.position.shape[1:], function)
 
 
 class MemoryAttention(Mixer):

@@ -12,6 +12,7 @@ from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import takes_norm_of_updates_first
+from meliad_like.layers.lanes import choose_carry, to_undo
 from meliad_like.models.model import Model
 from meliad_like.optimization.averages import begin_at, gradient_point
 
@@ -91,6 +92,8 @@ class Objective(NamedTuple):
     """The divisor of the sum over a whole batch."""
     init_carry: Callable[[Any, int], Any]
     """(params, number of lanes) -> the carry of the lanes before their first batch."""
+    num_tokens: Callable[[Any], int] = lambda batch: 0
+    """The number of tokens of each lane that a batch adds to the carry."""
 
 
 def language_model(model: Model, loss_slice: int, z_loss: float = 0.0) -> Objective:
@@ -115,7 +118,10 @@ def language_model(model: Model, loss_slice: int, z_loss: float = 0.0) -> Object
         return objective, (sums, carry, jnp.all(jnp.isfinite(nats), axis=1))
 
     return Objective(
-        differentiable, lambda batch: batch.inputs.size, lambda params, lanes: model.bind(params).init_carry(lanes)
+        differentiable,
+        lambda batch: batch.inputs.size,
+        lambda params, lanes: model.bind(params).init_carry(lanes),
+        lambda batch: batch.inputs.shape[1],
     )
 
 
@@ -136,7 +142,8 @@ def make_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
         point = gradient_point(state.params, state.optimizer_state)
-        gradient, (sums, carry, lane_finite) = differentiate(point, state.carry, batch, dropout_key)
+        old_carry, old = to_undo(state.carry, objective.num_tokens(batch))
+        gradient, (sums, carry, lane_finite) = differentiate(point, old_carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
@@ -162,9 +169,8 @@ def make_step(
                 state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
             )
         else:
-            new_state = TrainState(
-                state.step + taken, params, optimizer_state, choose(carry, state.carry), state.num_skipped, ~taken
-            )
+            carry = choose_carry(taken, carry, old)
+            new_state = TrainState(state.step + taken, params, optimizer_state, carry, state.num_skipped, ~taken)
         metrics = StepMetrics(
             loss=sums.loss / jnp.maximum(sums.num_tokens, 1),
             accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),
