@@ -24,7 +24,8 @@ from jax.experimental import topologies
 
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu import DEFAULT, Options, Tiling, attend_window_in_kernel
+from meliad_like.layers.attention_kernel_gpu import DEFAULT, attend_window_in_kernel
+from meliad_like.layers.attention_kernel_gpu_programs import Options, Tiling
 from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 
