@@ -42,7 +42,7 @@ part() {
 }
 time_rows() {
     part "Steps, attention kernel: $1" python benchmarks/step_time.py --scale="$size" --rows="$rows" \
-        --lanes="${LANES:-4}" --jobs="${JOBS:-4}" --repeats="${REPEATS:-10}" --output="$folder/rows_$1.json" \
+        --lanes="${LANES:-4}" --jobs="${JOBS:-4}" --repeats="${REPEATS:-10}" --in_a_row=4 --output="$folder/rows_$1.json" \
         --gin_param="DecoderConfig.attention_kernel = '$1'"
 }
 part "Golden arrays" env TEST_PLATFORM="$platform" python -m pytest -q -p no:cacheprovider "${golden[@]}"

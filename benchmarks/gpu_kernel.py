@@ -49,7 +49,7 @@ TILINGS = {
         *(Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 2), Tiling(64, 64, 8, 1), Tiling(64, 64, 8, 2), Tiling(32, 32, 4, 2)),
     ],
     "of_keys": [
-        *(Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 2), Tiling(64, 64, 8, 1), Tiling(64, 64, 8, 2), Tiling(32, 64, 4, 3)),
+        *(Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 2), Tiling(64, 64, 8, 1), Tiling(64, 64, 8, 2), Tiling(32, 64, 4, 2)),
         *(Tiling(64, 128, 8, 1), Tiling(64, 128, 8, 2)),
     ],
 }

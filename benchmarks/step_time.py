@@ -36,6 +36,7 @@ ROWS = flags.DEFINE_list("rows", ["slide_12l", "slide_13l", "fixed_skip", "lstm_
 LANES = flags.DEFINE_integer("lanes", 1, "Lanes of a step, of the size's segments; other rows read as much.")
 JOBS = flags.DEFINE_integer("jobs", 1, "Programs compiled at the same time.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Timed steps of each row.", lower_bound=1)
+IN_A_ROW = flags.DEFINE_integer("in_a_row", 1, "Steps between two waits for the device, as between logs of a training.")
 GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all rows.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
@@ -56,7 +57,7 @@ def main(_) -> None:
     params = [f"ReaderConfig.tokens_per_step = {tokens}", *GIN_PARAM.value]
     runs = {name: config.parse([*files, f"block_recurrent/{name}.gin"], params) for name in ROWS.value}
     with ThreadPoolExecutor(JOBS.value) as pool:
-        made = pool.map(lambda run: TimedStep(run, vocabulary_size, make_mesh(run.mesh)), runs.values())
+        made = pool.map(lambda run: TimedStep(run, vocabulary_size, make_mesh(run.mesh), IN_A_ROW.value), runs.values())
         steps = dict(zip(runs, made, strict=True))
     timing = time_in_turn(steps, REPEATS.value)
     reference = "slide_13l" if "slide_13l" in steps else ROWS.value[0]
