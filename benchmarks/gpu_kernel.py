@@ -24,8 +24,8 @@ from jax.experimental import topologies
 
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu import DEFAULT, attend_window_in_kernel
-from meliad_like.layers.attention_kernel_gpu_programs import Options, Tiling
+from meliad_like.layers.attention_kernel_gpu import attend_window_in_kernel
+from meliad_like.layers.attention_kernel_gpu_programs import Tiling, Tilings
 from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 
@@ -95,7 +95,7 @@ def programs():
         yield (part, "default"), functools.partial(function, default_attention)
         for tiling in TILINGS[part]:
             kernel = functools.partial(
-                attend_window_in_kernel, dropout_rate=RATE, options=DEFAULT._replace(**{part: tiling})
+                attend_window_in_kernel, dropout_rate=RATE, tilings=Tilings()._replace(**{part: tiling})
             )
             yield (part, str(tiling)), functools.partial(function, kernel)
 
@@ -161,10 +161,10 @@ def time_programs(functions: dict[tuple[str, str], Callable], dropout: bool) -> 
     return times
 
 
-def fastest_options() -> Options:
+def fastest_tilings() -> Tilings:
     """The tiling of each kernel that is the fastest on this GPU."""
     times = time_programs(dict(programs()), DROPOUT.value)
-    fastest = DEFAULT
+    fastest = Tilings()
     for part, tilings in TILINGS.items():
         timed = [tiling for tiling in tilings if (part, str(tiling)) in times]
         if timed:
@@ -173,9 +173,9 @@ def fastest_options() -> Options:
     return fastest
 
 
-def time_layer(options: Options) -> None:
+def time_layer(tilings: Tilings) -> None:
     """Times a layer's attention by default and with the kernel, with and without dropout."""
-    kernel = functools.partial(attend_window_in_kernel, dropout_rate=RATE, options=options)
+    kernel = functools.partial(attend_window_in_kernel, dropout_rate=RATE, tilings=tilings)
     attends = {"default": default_attention, "kernel": kernel}
     functions = {
         (part, name): functools.partial(PARTS[part], attend)
@@ -247,10 +247,10 @@ def main(_) -> None:
         return
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {LANES.value} lanes, {DTYPE.value}", flush=True)
-    options = fastest_options()
+    tilings = fastest_tilings()
     for dtype in ("bfloat16", "float32") * CHECK.value:
         check(dtype)
-    time_layer(options)
+    time_layer(tilings)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend_window, unit
 from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu import DEFAULT
-from meliad_like.layers.attention_kernel_gpu_programs import Tiling
+from meliad_like.layers.attention_kernel_gpu_programs import Tiling, Tilings
 from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.positions import Infused, Rotary
@@ -96,14 +95,14 @@ def test_outputs_and_gradients_equal_the_shared_attention(name, seed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1.0, 0.5), (0.5, 1.0)])
 @pytest.mark.parametrize("seed", [1, 8])
-def test_tiles_of_the_kernel_for_gpus_need_not_be_squares(seed, shape):
+@pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2), (64, 32)])
+def test_tiles_of_the_kernel_for_gpus_need_not_be_squares(seed, queries, keys):
+    """And no larger than their largest divisors that the window has."""
     *inputs, rows, mask_previous = draw(seed)
-    tiling = Tiling(*(int(share * rows) for share in shape))
-    options = DEFAULT._replace(forward=tiling, of_keys=tiling)
+    tiling = Tiling(queries, keys)
     kernel, reference = kernel_and_reference("gpu", rows, mask_previous)
-    attends = functools.partial(kernel, options=options), reference
+    attends = functools.partial(kernel, tilings=Tilings()._replace(forward=tiling, of_keys=tiling)), reference
     actual, expected = (outputs_and_gradients(attend, *inputs) for attend in attends)
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

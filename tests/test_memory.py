@@ -10,7 +10,7 @@ from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
 from meliad_like.layers import memory_kernel, memory_search
-from meliad_like.layers.lanes import choose_carry, to_undo
+from meliad_like.layers.lanes import choose_carry, with_backup
 from meliad_like.layers.memory_search import (
     Hits,
     Lookup,
@@ -263,10 +263,10 @@ def test_a_step_that_is_not_taken_leaves_the_memory_as_it_was(num_slots, update,
         before = carry
         _, carry = read(model, params, tokens_of(2, 5, seed=seed), before, starts(2, 5, *begins))
     assert (before.layers[0]["external_memory"].memory.key != carry.layers[0]["external_memory"].memory.key).any()
-    same, old = jax.jit(to_undo, static_argnums=1)(before, 5 * W)
+    same, backup = jax.jit(with_backup, static_argnums=1)(before, 5 * W)
     jax.tree.map(np.testing.assert_array_equal, same, before)
     for taken, expected in ((False, before), (True, carry)):
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(choose_carry)(jnp.array(taken), carry, old), expected)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(choose_carry)(jnp.array(taken), carry, backup), expected)
 
 
 def test_a_segment_longer_than_the_memory_leaves_its_newest_tokens():

@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_finite_is_refused_although_the_loss_is(batches):
         loss = jnp.sqrt(jnp.sum(jnp.square(params["x"])))
         return loss, (Sums(loss, jnp.int32(0), jnp.int32(1)), carry, jnp.ones((1,), bool))
 
-    objective = Objective(differentiable, lambda batch: 1, lambda params, lanes: ())
+    objective = Objective(differentiable, lambda batch: 1, lambda params, lanes: (), lambda batch: 0)
     step = jax.jit(make_step(objective, OPTIMIZER, RUN.training))
     params, zero = {"x": jnp.zeros((3,))}, jnp.int32(0)
     state = TrainState(zero, params, OPTIMIZER.init(params), (), zero, jnp.bool_(False))

@@ -30,6 +30,7 @@ from meliad_like.layers.attention_kernel_gpu_programs import (
     Saved,
     Shared,
     Tiling,
+    Tilings,
     distances,
     forward_kernel,
     key_gradient_kernel,
@@ -40,7 +41,7 @@ from meliad_like.layers.attention_kernel_gpu_programs import (
 SMALLEST_TILE = 64
 """Compiled for a GPU, the window must be a multiple of it, and the head size one of `HEAD_SIZES`."""
 HEAD_SIZES = (32, 64, 128)
-DEFAULT = Options()
+DEFAULT = Tilings()
 
 
 def attend_window_in_kernel(
@@ -54,17 +55,12 @@ def attend_window_in_kernel(
     mask_previous: bool = True,
     rows: int | None = None,
     interpret: bool = False,
-    options: Options = DEFAULT,
+    tilings: Tilings = DEFAULT,
 ) -> Float[Array, "b n i"]:
-    """As `attention_kernel.attend_window_in_kernel`; `rows` is the largest size of a tile, a divisor of `w`."""
-    w = bias.shape[1]
-    if rows is None:
-        # Two tiles of float32 vectors of 128 do not fit a GPU's shared memory.
-        sizes = (128, SMALLEST_TILE) if projected.query.dtype.itemsize < 4 else (SMALLEST_TILE,)
-        rows = next((size for size in sizes if w % size == 0), w)
-    forward, of_queries, of_keys = (tiling.within(rows) for tiling in options[:3])
+    """As `attention_kernel.attend_window_in_kernel`. Tiles divide `rows`, which divides `w`; None: they divide `w`."""
+    tilings = Tilings(*(tiling.dividing(rows or bias.shape[1]) for tiling in tilings))
     kept_share = 1.0 if kept is None else 1.0 - dropout_rate
-    options = Options(forward, of_queries, of_keys, kept_share, mask_previous, interpret)
+    options = Options(tilings, kept_share, mask_previous, interpret)
 
     def run(projected, *others):
         # The heads of this device.
@@ -81,7 +77,7 @@ def _attend(options: Options, *inputs) -> Array:
 
 def _attend_forward(options, *inputs):
     band = _Band(options, *inputs)
-    tiling = options.forward
+    tiling = options.tilings.forward
     read = band.tile(band.queries, tiling.queries), band.whole(band.keys), band.whole(band.before)
     written = (band.tile(x, tiling.queries) for x in (inputs[0].value, band.queries.largest))
     mixed, log_total = band.call(forward_kernel, tiling, band.n // tiling.queries, read, written)
@@ -92,7 +88,7 @@ def _attend_backward(options, saved, cotangent):
     inputs, mixed, log_total = saved
     projected, scale, bias, *_ = inputs
     band = _Band(options, *inputs)
-    tiling, size = options.of_queries, options.of_queries.queries
+    tiling, size = options.tilings.of_queries, options.tilings.of_queries.queries
     read = band.queries, mixed, cotangent, log_total
     read = *(band.tile(x, size) for x in read), band.whole(band.keys), band.whole(band.before)
     squares, side = squares_of(size)
@@ -105,7 +101,7 @@ def _attend_backward(options, saved, cotangent):
         query_gradient_kernel, tiling, band.n // size, read, written
     )
 
-    tiling, of_keys = options.of_keys, []
+    tiling, of_keys = options.tilings.of_keys, []
     queries = band.whole(band.queries._replace(query=scaled_unit))
     for keys in (band.keys, band.before):
         kernel = functools.partial(key_gradient_kernel, is_before=keys is band.before)
@@ -138,7 +134,7 @@ class _Band:
         (self.h, self.w), (self.b, self.n, _, _) = bias.shape, projected.query.shape
         self.valid, self.scale, self.bias = valid, scale.astype(jnp.float32), bias.astype(jnp.float32)
         self.kept = None if kept is None else kept.astype(jnp.bfloat16)
-        highest = jax.lax.cummax(self.bias, axis=1)
+        highest = jnp.maximum(jax.lax.cummax(self.bias, axis=1), LOWEST)
         within_block = jnp.pad(highest[:, :-1], ((0, 0), (1, 0)), constant_values=LOWEST)
         seen = (valid | (not options.mask_previous))[:, None, :, None]
         # As `attention.without_largest`: a query sees either all distances or those within its block.

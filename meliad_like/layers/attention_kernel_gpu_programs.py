@@ -8,6 +8,7 @@ sums the squares on each of their 15 diagonals, and a second product sums the di
 tile, 15 by 2g numbers, is written and added up outside.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,24 +34,30 @@ class Tiling(NamedTuple):
     warps: int = 4
     stages: int = 1
 
-    def within(self, tile: int) -> "Tiling":
-        """The same with tiles of at most this size."""
-        return self._replace(queries=min(self.queries, tile), keys=min(self.keys, tile))
+    def dividing(self, size: int) -> "Tiling":
+        """The largest tiles that divide this size and are no larger than these, if both are powers of 2."""
+        return self._replace(queries=math.gcd(self.queries, size), keys=math.gcd(self.keys, size))
 
 
-class Options(NamedTuple):
-    """What is known when the kernels are compiled."""
+class Tilings(NamedTuple):
+    """The tilings of the kernels."""
 
     forward: Tiling = Tiling(stages=2)
     of_queries: Tiling = Tiling()
     """The gradients of queries and bias; its tiles are squares."""
     of_keys: Tiling = Tiling(queries=32, stages=2)
     """The gradients of keys and values."""
-    kept_share: float = 1.0
+
+
+class Options(NamedTuple):
+    """What is known when the kernels are compiled."""
+
+    tilings: Tilings
+    kept_share: float
     """The share of the weights that dropout keeps."""
-    mask_previous: bool = True
+    mask_previous: bool
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
-    interpret: bool = False
+    interpret: bool
 
 
 class Shared(NamedTuple):
@@ -63,7 +70,7 @@ class Shared(NamedTuple):
     bias: Any
     """[m, rows, columns]: the bias, also the mask, of each tile of the band; see `_in_band`."""
     kept: Any
-    """[w, w]: what dropout keeps (1) and not (0), by the offsets in blocks of a tile's rows and columns; None: no
+    """[w, w]: what dropout keeps (1) and not (0), by the offset in its block of each row and column; None: no
     dropout."""
 
 
@@ -82,7 +89,7 @@ class Keys(NamedTuple):
     key: Any
     value: Any
     factor: Any
-    """That which makes keys unit length."""
+    """What each key is multiplied by to have unit length."""
 
 
 class Saved(NamedTuple):
@@ -102,16 +109,17 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
 
     def add(sums, tile: _Tile):
         mixed, highest, total = sums
-        scores = _scores(options, matrix_product(query, tile.key, (1, 1)), tile.factor[None], tile.bias - largest)
+        scores = _multiply_add(options, matrix_product(query, tile.key, (1, 1)), tile.factor[None], tile.bias - largest)
         next_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights = _exponential(options, scores, next_highest[:, None])
         correction = _exponential(options, highest, next_highest)
+        # The sum is that of weights before they are rounded and some of them dropped.
         mixed = mixed * correction[:, None] + matrix_product(_dropped(weights.astype(dtype), tile.kept), tile.value)
         return mixed, next_highest, total * correction + jnp.sum(weights, axis=1)
 
     none = jnp.zeros(len(query), jnp.float32)
     sums = jnp.zeros(query.shape, jnp.float32), none + LOWEST, none
-    mixed, highest, total = _over_keys(options, options.forward, shared, keys, before, add, sums)
+    mixed, highest, total = _over_keys(options, options.tilings.forward, shared, keys, before, add, sums)
     # The largest weight is 1. If all keys are masked, the sum is 0, and so is the result.
     total = jnp.maximum(total, 1)
     results[...] = (mixed / total[:, None] / options.kept_share).astype(dtype)
@@ -121,8 +129,8 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
 def query_gradient_kernel(
     options: Options, shared: Shared, queries: Queries, mixed, cotangent, log_total, keys: Keys, before: Keys, *results
 ):
-    """Writes the gradients of a tile of queries, these of unit length times the scale, what each query adds to the
-    scale's gradient, its inner product for `Saved`, and what each tile of keys adds to the gradient of the bias."""
+    """Writes, for a tile of queries, their gradients; the queries of unit length, times the scale; what each adds to
+    the scale's gradient; its inner product for `Saved`; and what each tile of keys adds to the bias's gradient."""
     of_query, scaled_unit, of_scale, inner_products, of_bias = results
     cotangent, scale = cotangent[...], shared.scale[...]
     dtype, largest, log_total = cotangent.dtype, queries.largest[...][:, None], log_total[...][:, None]
@@ -134,7 +142,7 @@ def query_gradient_kernel(
     on_diagonals = _on_diagonal(squares, 0).astype(jnp.float32), _on_diagonal(side, 1).astype(dtype)
 
     def add(of_unit, tile: _Tile):
-        scores = _scores(options, matrix_product(query, tile.key, (1, 1)), tile.factor[None], tile.bias - largest)
+        scores = _multiply_add(options, matrix_product(query, tile.key, (1, 1)), tile.factor[None], tile.bias - largest)
         weights = _exponential(options, scores, log_total)
         products = _dropped(matrix_product(cotangent, tile.value, (1, 1)), tile.kept)
         gradient = weights * (products - inner[:, None])
@@ -145,8 +153,8 @@ def query_gradient_kernel(
         of_bias[index] = jnp.zeros(of_bias.shape[1:], jnp.float32)
         return none
 
-    of_unit = jnp.zeros(query.shape, jnp.float32)
-    of_unit = _over_keys(options, options.of_queries, shared, keys, before, add, of_unit, skip) / options.kept_share
+    none, tiling = jnp.zeros(query.shape, jnp.float32), options.tilings.of_queries
+    of_unit = _over_keys(options, tiling, shared, keys, before, add, none, skip) / options.kept_share
     along = jnp.sum(unit * of_unit, axis=1)
     of_scale[...] = along
     of_query[...] = (scale * factor * (of_unit - unit * along[:, None])).astype(dtype)
@@ -157,7 +165,7 @@ def key_gradient_kernel(
 ):
     """Writes the gradients of a tile of keys and of their values. Queries have unit length and are scaled; keys before
     the segment have unit length."""
-    tiling, n = options.of_keys, len(queries.query)
+    tiling, n = options.tilings.of_keys, len(queries.query)
     w = n // len(shared.valid)
     key, value, column = keys.key[...], keys.value[...], keys.factor[...]
     dtype, key_tile = key.dtype, pl.program_id(0)
@@ -165,7 +173,7 @@ def key_gradient_kernel(
     next_block = jax.lax.div(first + w, w)
     # The last block has none after it, so what is read for it there doesn't matter.
     is_seen = shared.valid[jnp.minimum(next_block, len(shared.valid) - 1)] > 0
-    end = jnp.minimum(jnp.where(is_seen, first + len(key) + w - 1, next_block * w), n)
+    end = jnp.minimum(jnp.where(is_seen, first + len(key) + w, next_block * w), n)
 
     def add(index, sums):
         of_unit, of_value = sums
@@ -173,7 +181,7 @@ def key_gradient_kernel(
         query, cotangent = queries.query[rows, :], saved.cotangent[rows, :]
         _, bias, kept = _in_band(tiling, shared, w, index, key_tile, is_before, by_key=True)
         bias -= queries.largest[rows][None]
-        scores = _scores(options, matrix_product(key, query, (1, 1)), column[:, None], bias)
+        scores = _multiply_add(options, matrix_product(key, query, (1, 1)), column[:, None], bias)
         weights = _exponential(options, scores, saved.log_total[rows][None])
         products = _dropped(matrix_product(value, cotangent, (1, 1)), kept)
         gradient = weights * (products - saved.inner[rows][None])
@@ -204,7 +212,7 @@ class _Tile(NamedTuple):
     factor: Array
     value: Array
     index: Array
-    """That of `_in_band`."""
+    """The number of the tile, see `_in_band`."""
     bias: Array
     """[queries, keys], also the mask."""
     kept: Array | None
@@ -261,7 +269,7 @@ def distances(queries: int, keys: int) -> Array:
     return row - column
 
 
-def _scores(options: Options, products: Array, factors: Array, bias: Array) -> Array:
+def _multiply_add(options: Options, products: Array, factors: Array, bias: Array) -> Array:
     if options.interpret:
         return products * factors + bias
     return _by_element("fma.rn.f32 $0, $1, $2, $3;", products, factors, bias)
@@ -278,12 +286,11 @@ def _exponential(options: Options, x: Array, shift: Array) -> Array:
 def _by_element(asm: str, x: Array, *others: Any) -> Array:
     """Instructions for each element of float32 arrays, where the compiler would take several times as many: XLA has
     Triton put no product and sum together, and its exponential is not the one that the GPU has."""
-    args, constraints = (
-        [x, *(jnp.broadcast_to(y, x.shape) for y in others)],
-        ",".join(["=f"] + ["f"] * (1 + len(others))),
-    )
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    return triton.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=1, result_shape_dtypes=types)[0]
+    args = [x, *(jnp.broadcast_to(y, x.shape) for y in others)]
+    constraints = ",".join(["=f"] + ["f"] * len(args))
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    [y] = triton.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=1, result_shape_dtypes=[result])
+    return y
 
 
 def _dropped(x: Array, kept: Array | None) -> Array:

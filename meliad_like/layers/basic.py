@@ -98,7 +98,8 @@ _product.defvjp(_product_forward, _product_backward)
 def scores(x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
     """The products with each vector of a table, which is rounded to the dtype of `x`, in float32.
 
-    Their gradient is rounded to this dtype, too, before it is multiplied by the table and by `x`.
+    Their gradient is rounded to this dtype, too, before it is multiplied by the table and by `x`; for this they have a
+    backward pass of their own, and so no forward-mode derivative.
     """
     return _scores(rows(x), table).reshape(*x.shape[:-1], -1)
 

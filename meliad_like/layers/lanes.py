@@ -4,7 +4,7 @@ A carry is a pytree of arrays with the lane axis first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,29 +33,39 @@ def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
     return jax.tree.map(choose, flagged, unflagged)
 
 
-def to_undo(carry: Any, num_tokens: int) -> tuple[Any, Any]:
-    """The carry to read `num_tokens` tokens with, and what `choose_carry` needs of it.
+@runtime_checkable
+class HasBackup(Protocol):
+    """A part of a carry so large that a copy of it costs, while reading a segment changes little of it."""
 
-    A large part of a carry, of which reading changes little, has two methods for it: `to_undo(num_tokens)`, which
-    returns such a pair, and `restored(old, undone)`. So no program has a second copy of it.
-    """
-    parts, structure = jax.tree.flatten(carry, is_leaf=_is_large)
-    pairs = [part.to_undo(num_tokens) if _is_large(part) else (part, part) for part in parts]
-    return structure.unflatten([part for part, _ in pairs]), [old for _, old in pairs]
+    def with_backup(self, num_tokens: int) -> tuple[Any, Any]:
+        """The part to read `num_tokens` tokens with, and a copy of all that this can change."""
+        ...
+
+    def or_backup(self, taken: Bool[Array, ""], backup: Any) -> Any:
+        """This part, if the step that has read the tokens is taken, otherwise what it was before."""
+        ...
 
 
-def choose_carry(taken: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """The carry `new` if it is taken, otherwise the one before, by the second result of `to_undo`."""
-    parts, structure = jax.tree.flatten(new, is_leaf=_is_large)
+def with_backup(carry: Any, num_tokens: int) -> tuple[Any, Any]:
+    """The carry to read `num_tokens` tokens with, and what `choose_carry` needs to undo this: the carry's parts, or the
+    backups of those that have one."""
+    parts, structure = jax.tree.flatten(carry, is_leaf=_has_backup)
+    pairs = [part.with_backup(num_tokens) if _has_backup(part) else (part, part) for part in parts]
+    return structure.unflatten([part for part, _ in pairs]), [backup for _, backup in pairs]
+
+
+def choose_carry(taken: Bool[Array, ""], carry: Any, backup: Any) -> Any:
+    """The carry after a step, if the step is taken, otherwise the one before it."""
+    parts, structure = jax.tree.flatten(carry, is_leaf=_has_backup)
     chosen = [
-        part.restored(before, ~taken) if _is_large(part) else jnp.where(taken, part, before)
-        for part, before in zip(parts, old, strict=True)
+        part.or_backup(taken, before) if _has_backup(part) else jnp.where(taken, part, before)
+        for part, before in zip(parts, backup, strict=True)
     ]
     return structure.unflatten(chosen)
 
 
-def _is_large(part: Any) -> bool:
-    return hasattr(part, "to_undo")
+def _has_backup(part: Any) -> bool:
+    return isinstance(part, HasBackup)
 
 
 def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:

@@ -265,8 +265,8 @@ def remember(
     return Memory(write(memory.key, key), write(memory.value, value))
 
 
-class Overwritten(NamedTuple):
-    """What a memory contains where blocks may be written."""
+class Backup(NamedTuple):
+    """A copy of the blocks of a memory that reading a segment can overwrite."""
 
     starts: Int[Array, "i b"]
     """The slots at which the blocks begin."""
@@ -274,13 +274,14 @@ class Overwritten(NamedTuple):
     """Blocks [i, b, h, w, k]."""
 
 
-def overwritten(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: int) -> Overwritten:
-    """What a memory contains where reading blocks of `w` tokens at a position in the document may write: in the next
-    slots, and where other documents begin in the first ones."""
+def back_up(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: int) -> Backup:
+    """Copies what reading blocks of `w` tokens can overwrite: the slots from `position` on, a multiple of `w`, and the
+    first ones, to which documents are written that begin in the segment. Blocks may be copied twice."""
     num_slots = memory.key.shape[2]
     offsets = w * jnp.arange(num_blocks)[:, None]
     starts = jnp.concatenate([position + offsets, jnp.zeros_like(position) + offsets]) % num_slots
     if len(starts) * w >= num_slots:
+        # All slots, each of them once.
         starts = jnp.zeros_like(position) + w * jnp.arange(num_slots // w)[:, None]
 
     @functools.partial(jax.vmap, in_axes=(None, 0))
@@ -288,17 +289,17 @@ def overwritten(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: 
     def blocks_at(x, start):
         return jax.lax.dynamic_slice_in_dim(x, start, w, axis=1)
 
-    return Overwritten(starts, Memory(*(blocks_at(x, starts) for x in memory)))
+    return Backup(starts, Memory(*(blocks_at(x, starts) for x in memory)))
 
 
-def restore(memory: Memory, old: Overwritten, undone: Bool[Array, ""]) -> Memory:
-    """The memory as it was before, if `undone`."""
+def memory_or_backup(taken: Bool[Array, ""], memory: Memory, backup: Backup) -> Memory:
+    """The memory after a segment, if the step that has read it is taken, otherwise with the backup's blocks."""
 
-    def step(memory, turn):
-        start, block = turn
-        return remember_block(memory, block, start, jnp.broadcast_to(undone, start.shape)), None
+    def step(memory, copy):
+        start, block = copy
+        return remember_block(memory, block, start, jnp.broadcast_to(~taken, start.shape)), None
 
-    return jax.lax.scan(step, memory, tuple(old))[0]
+    return jax.lax.scan(step, memory, tuple(backup))[0]
 
 
 def remember_block(memory: Memory, block: Memory, position: Int[Array, " b"], keep: Bool[Array, " b"]) -> Memory:

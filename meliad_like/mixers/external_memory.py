@@ -4,7 +4,6 @@ This is a baseline of Block-Recurrent Transformers (table 1). The layer's window
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -18,13 +17,15 @@ from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.kernels import kernel_of_memory
 from meliad_like.layers.memory_search import (
+    Backup,
     Lookup,
     Memory,
     MemorySearch,
     Operations,
-    overwritten,
+    back_up,
+    memory_or_backup,
     read_segment,
-    restore,
+    remember_block,
 )
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
 from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
@@ -39,28 +40,24 @@ class MemoryCarry(NamedTuple):
     """What a layer with a memory remembers."""
 
     window: TokenCache
-    memory: Memory
+    memory: Memory | Backup
     position: Int[Array, " b"]
     """The number of tokens of the document that have been remembered, or overwritten since."""
 
-    def to_undo(self, num_tokens: int) -> tuple["MemoryCarry", Any]:
-        """As `lanes.to_undo` says."""
+    def with_backup(self, num_tokens: int) -> tuple["MemoryCarry", "MemoryCarry"]:
+        """As `lanes.HasBackup` says; the backup is a carry that has only a backup of the memory."""
         w = self.window.key.shape[-2]
-        blocks_of = functools.partial(overwritten, w=w, num_blocks=-(-num_tokens // w))
-        old = self._by_layer(blocks_of)(self.memory, self.position)
-        # Nothing is written before this is read, so the memory can be changed in place.
-        position, old = jax.lax.optimization_barrier((self.position, old))
-        return self._replace(position=position), self._replace(memory=old)
+        backup = back_up(self.memory, self.position, w, -(-num_tokens // w))
+        # Where blocks are written depends on the position, and the position now on the backup. So the memory, which
+        # nobody reads after that, can be changed in place.
+        position, backup = jax.lax.optimization_barrier((self.position, backup))
+        return self._replace(position=position), self._replace(memory=backup)
 
-    def restored(self, old: "MemoryCarry", undone: Bool[Array, ""]) -> "MemoryCarry":
-        """As `lanes.choose_carry` says."""
-        memory = self._by_layer(functools.partial(restore, undone=undone))(self.memory, old.memory)
-        others = (carry._replace(memory=None) for carry in (old, self))
-        return jax.tree.map(functools.partial(jnp.where, undone), *others)._replace(memory=memory)
-
-    def _by_layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` for each layer, where a scan has stacked layers."""
-        return functools.reduce(lambda function, _: jax.vmap(function), self.position.shape[1:], function)
+    def or_backup(self, taken: Bool[Array, ""], backup: "MemoryCarry") -> "MemoryCarry":
+        """As `lanes.HasBackup` says."""
+        memory = memory_or_backup(taken, self.memory, backup.memory)
+        others = (carry._replace(memory=None) for carry in (self, backup))
+        return jax.tree.map(functools.partial(jnp.where, taken), *others)._replace(memory=memory)
 
 
 class MemoryAttention(Mixer):

@@ -12,7 +12,7 @@ from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import takes_norm_of_updates_first
-from meliad_like.layers.lanes import choose_carry, to_undo
+from meliad_like.layers.lanes import choose_carry, with_backup
 from meliad_like.models.model import Model
 from meliad_like.optimization.averages import begin_at, gradient_point
 
@@ -92,7 +92,7 @@ class Objective(NamedTuple):
     """The divisor of the sum over a whole batch."""
     init_carry: Callable[[Any, int], Any]
     """(params, number of lanes) -> the carry of the lanes before their first batch."""
-    num_tokens: Callable[[Any], int] = lambda batch: 0
+    num_tokens: Callable[[Any], int]
     """The number of tokens of each lane that a batch adds to the carry."""
 
 
@@ -142,8 +142,8 @@ def make_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
         point = gradient_point(state.params, state.optimizer_state)
-        old_carry, old = to_undo(state.carry, objective.num_tokens(batch))
-        gradient, (sums, carry, lane_finite) = differentiate(point, old_carry, batch, dropout_key)
+        carry, backup = with_backup(state.carry, objective.num_tokens(batch))
+        gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
@@ -169,7 +169,7 @@ def make_step(
                 state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
             )
         else:
-            carry = choose_carry(taken, carry, old)
+            carry = choose_carry(taken, carry, backup)
             new_state = TrainState(state.step + taken, params, optimizer_state, carry, state.num_skipped, ~taken)
         metrics = StepMetrics(
             loss=sums.loss / jnp.maximum(sums.num_tokens, 1),

@@ -74,7 +74,7 @@ def squared_error(selector: Selector) -> Objective:
         sums = Sums(jnp.sum(errors), jnp.zeros((), jnp.int32), jnp.asarray(len(errors)))
         return sums.loss, (sums, carry, jnp.isfinite(errors))
 
-    return Objective(differentiable, lambda batch: len(batch.scores), lambda params, lanes: {})
+    return Objective(differentiable, lambda batch: len(batch.scores), lambda params, lanes: {}, lambda batch: 0)
 
 
 @dataclasses.dataclass
