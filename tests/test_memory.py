@@ -257,7 +257,7 @@ def test_updated_by_segments_a_segment_does_not_find_itself():
 @pytest.mark.parametrize("begins", [(), [(1, 3)], [(0, 2), (1, 4)]])
 @pytest.mark.parametrize(("num_slots", "update"), [(4 * W, "block"), (12 * W, "block"), (12 * W, "segment")])
 def test_a_step_that_is_not_taken_leaves_the_memory_as_it_was(num_slots, update, begins):
-    """Also where a segment goes on at the beginning of the memory, or documents begin inside of it."""
+    """Also if a segment is longer than what is left of the ring, or documents begin inside the segment."""
     model, params, carry = model_and_carry(memorizing(num_slots=num_slots, update=update))
     for seed in range(3):
         before = carry
