@@ -3,12 +3,17 @@
 The axes `data` and `fsdp` shard the lanes; `fsdp` also shards every parameter along the model width, and `tensor` along
 heads, feed-forward width and vocabulary. Arrays have a `NamedSharding`; the compiler derives intermediate layouts,
 except for the few that the model prescribes (`layers.sharding.constrain`) and for `sequence`, which shards the tokens
-of a segment (`layers/sequence.py`): parameters, optimizer state, carry and batch are replicated along it.
+of a segment (`layers/sequence.py`): parameters, carry and batch are replicated along it.
+
+Along `data` and `sequence` there are copies of the parameters. Each updates its share of every matrix, for which alone
+it holds the optimizer state, and the new parameters are gathered (Xu et al. 2020, Automatic cross-replica sharding of
+weight update in data-parallel training; Rajbhandari et al. 2020, ZeRO, the optimizer state's partition).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -115,8 +120,37 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
     return jax.tree.map_with_path(sharding, axes, abstract_params, is_leaf=lambda node: isinstance(node, tuple))
 
 
+class ParameterShardings(NamedTuple):
+    """The shardings of the parameters of a training, trees like them."""
+
+    whole: Any
+    """Of the parameters as the model reads them."""
+    shares: Any
+    """Of what only the optimizer reads: each copy of the parameters has a share of it."""
+
+
+def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> ParameterShardings:
+    """The shardings of the parameters, by the arguments of `parameter_shardings`, and of the shares of their copies.
+
+    A matrix is divided along the first dimension that is a multiple of the number of shares. If there is none, every
+    copy updates all of it, as it does with norms and biases, which are too small to be worth it.
+    """
+    whole = parameter_shardings(mesh, axes, abstract_params)
+    copies = tuple(name for name in ("data", "sequence") if mesh.shape[name] > 1)
+
+    def share(sharding: NamedSharding, array) -> NamedSharding:
+        entries = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+        for i, (entry, size) in enumerate(zip(entries, array.shape)):
+            divided = (*([] if entry is None else [entry]), *copies)
+            if array.ndim > 1 and size % math.prod(mesh.shape[name] for name in divided) == 0:
+                return NamedSharding(mesh, PartitionSpec(*entries[:i], divided, *entries[i + 1 :]))
+        return sharding
+
+    return ParameterShardings(whole, jax.tree.map(share, whole, abstract_params) if copies else whole)
+
+
 def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shardings: Any) -> Any:
-    """The shardings of an optax state, which follow those of the parameters.
+    """The shardings of an optax state, which follow those of the parameters' shares.
 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
     (momentum, second moment) has the parameter's sharding. Adafactor's `v_row` and `v_col` lack one of its two largest

@@ -54,10 +54,10 @@ def two_updates(optimizer, params, state):
 
 def place(mesh, optimizer, params):
     """Parameters, and the state made from them, on the mesh."""
-    shardings = mesh_lib.parameter_shardings(mesh, AXES, params)
+    shardings = mesh_lib.training_shardings(mesh, AXES, params)
     state = jax.eval_shape(optimizer.init, params)
-    state_shardings = mesh_lib.optimizer_state_shardings(mesh, state, params, shardings)
-    params = jax.device_put(params, shardings)
+    state_shardings = mesh_lib.optimizer_state_shardings(mesh, state, params, shardings.shares)
+    params = jax.device_put(params, shardings.whole)
     return params, jax.jit(optimizer.init, out_shardings=state_shardings)(params)
 
 
@@ -105,16 +105,34 @@ def test_shardings_of_parameters_and_adafactor_state():
         spec(optax.tree_utils.tree_get(state, name)) for name in ("v_row", "v_col", "v", "ema")
     )
     assert spec(params)["embedding"] == PartitionSpec("tensor", "fsdp")
-    assert momentum["layer0"] == spec(params)["layer0"]
-    assert (v_row["embedding"], v_col["embedding"]) == (PartitionSpec("fsdp"), PartitionSpec("tensor"))
-    assert (v_row["layer0"]["kernel"], v_col["layer0"]["kernel"]) == (PartitionSpec("fsdp"), PartitionSpec("tensor"))
-    assert (v_row["untied"], v_col["untied"]) == (PartitionSpec(None, "fsdp"), PartitionSpec(None, "tensor"))
-    assert (v["layer0"]["states"], v["embedding"]) == (PartitionSpec(None, "fsdp"), PartitionSpec())
+    # Each of the two copies along `data` has a share of every matrix, along the first dimension that divides.
+    rows, columns = ("tensor", "data"), ("fsdp", "data")
+    assert momentum["embedding"] == PartitionSpec(rows, "fsdp")
+    assert momentum["layer0"] == spec(params)["layer0"] | {
+        "kernel": PartitionSpec(columns, "tensor"),
+        "square": PartitionSpec(columns, "tensor"),
+        "states": PartitionSpec(None, columns),
+    }
+    assert (v_row["embedding"], v_col["embedding"]) == (PartitionSpec("fsdp"), PartitionSpec(rows))
+    assert (v_row["layer0"]["kernel"], v_col["layer0"]["kernel"]) == (PartitionSpec(columns), PartitionSpec("tensor"))
+    assert (v_row["untied"], v_col["untied"]) == (PartitionSpec(None, columns), PartitionSpec(None, "tensor"))
+    assert (v["layer0"]["states"], v["embedding"]) == (PartitionSpec(None, columns), PartitionSpec())
+
+
+@pytest.mark.parametrize("shape, copies", [((8,), ("data",)), ((2, 1, 2, 2), ("data", "sequence")), ((1, 8), ())])
+def test_shares_of_the_copies_of_the_parameters(shape, copies):
+    mesh, params = make_mesh(MeshConfig(*shape)), make_params(0)
+    whole, shares = mesh_lib.training_shardings(mesh, AXES, params)
+    assert shares["layer0"]["scale"] == whole["layer0"]["scale"]
+    for name in ("embedding", "untied"):
+        [share] = {shard.data.size for shard in jax.device_put(params[name], shares[name]).addressable_shards}
+        [held] = {shard.data.size for shard in jax.device_put(params[name], whole[name]).addressable_shards}
+        assert held == share * int(np.prod([mesh.shape[axis] for axis in copies]))
 
 
 def test_a_state_without_a_rule_is_an_error():
     mesh, params = make_mesh(MeshConfig(2, 2, 2)), make_params(0)
-    shardings = mesh_lib.parameter_shardings(mesh, AXES, params)
+    shardings = mesh_lib.training_shardings(mesh, AXES, params).shares
     for state in ({"mu": {"embedding": jnp.zeros(40)}}, {"rows": jnp.zeros(3)}, optax.sm3(0.1).init(params)):
         with pytest.raises(NotImplementedError, match=r"no rule says how to shard the optimizer's \w+"):
             mesh_lib.optimizer_state_shardings(mesh, state, params, shardings)

@@ -8,6 +8,7 @@ from tiny_run import set_up
 
 from meliad_like import config
 from meliad_like.mesh import MESH_AXES
+from meliad_like.planning.programs import state_parts
 
 NUM_STEPS = 5
 SMALL = ("option/no_dropout.gin",)
@@ -66,3 +67,21 @@ def test_cutting_the_parameters_does_not_gather_the_tokens(bindings):
     )
     assert fsdp.argument_size_in_bytes < 0.3 * data.argument_size_in_bytes
     assert fsdp.temp_size_in_bytes < 1.5 * data.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("option", ["average", "schedule_free", "muon"])
+def test_copies_of_the_parameters_share_the_optimizer_state(bindings, option):
+    """Each device holds an eighth of all but the vectors, also of parameters that are in it, which the step gathers."""
+    files = [*tiny_run.FILES, *SMALL, f"option/{option}.gin"]
+    bindings = [binding for binding in bindings if option == "average" or not binding.startswith("Adafactor")]
+    one, eight = (set_up(config.parse(files, [*bindings, f"MeshConfig.data = {n}"])) for n in (1, 8))
+    held, share = (state_parts(setup.program)["optimizer state"] for setup in (one, eight))
+    assert held / 8 < share < held / 6
+    state, expected = (jax.tree.map(np.asarray, setup.program.initialise()) for setup in (eight, one))
+    for i in range(2):
+        [(state, loss), (expected, expected_loss)] = (
+            take_step(setup, setup.program.train_step, before, i) for setup, before in ((eight, state), (one, expected))
+        )
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

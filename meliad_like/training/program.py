@@ -13,12 +13,13 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import empty_batch
 from meliad_like.errors import UserError
 from meliad_like.mesh import (
+    ParameterShardings,
     carry_shardings,
     lane_sharding,
     lane_shards,
     optimizer_state_shardings,
-    parameter_shardings,
     replicated,
+    training_shardings,
 )
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import make_optimizer
@@ -67,7 +68,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
         model.axes,
         lambda key: init_state(model, optimizer, num_lanes, key),
         run.training.seed,
-        make_train_step(model, optimizer, run.training),
+        functools.partial(make_train_step, model, optimizer, run.training),
         empty_batch(num_lanes, run.data.segment_length, run.model.window_length),
         num_lanes,
     )
@@ -79,7 +80,7 @@ def lay_out(
     axes: Any,
     init: Callable[[PRNGKeyArray], TrainState],
     seed: int,
-    train_step: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    make_step: Callable[[ParameterShardings], Callable[[TrainState, Any], tuple[TrainState, Any]]],
     batch: Any,
     num_lanes: int,
 ) -> Program:
@@ -89,7 +90,7 @@ def lay_out(
       model: the trained model, with a method `carry_axes` such as that of `Model`.
       axes: a tree like the parameters, with the logical axes of each.
       init: key of `seed` -> the state before the first step.
-      train_step: (state, batch) -> (state, metrics), as made by `training.step`.
+      make_step: shardings of the parameters -> the step, (state, batch) -> (state, metrics), as of `training.step`.
       batch: an example of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
     """
     lanes = lane_sharding(mesh, num_lanes)
@@ -100,11 +101,11 @@ def lay_out(
 
     key_data = np.asarray(jax.random.key_data(jax.random.key(seed)))
     shapes = jax.eval_shape(initialise, key_data)
-    params = parameter_shardings(mesh, axes, shapes.params)
+    params = training_shardings(mesh, axes, shapes.params)
     shardings = TrainState(
         step=replicated(mesh),
-        params=params,
-        optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params),
+        params=params.whole,
+        optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params.shares),
         carry=carry_shardings(mesh, num_lanes, model.carry_axes(shapes.carry)),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
@@ -116,7 +117,7 @@ def lay_out(
         abstract_state=abstract_state,
         initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
         train_step=jax.jit(
-            train_step,
+            make_step(params),
             donate_argnums=0,
             in_shardings=(shardings, lanes),
             out_shardings=(shardings, replicated(mesh)),

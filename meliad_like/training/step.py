@@ -13,6 +13,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import takes_norm_of_updates_first
 from meliad_like.layers.lanes import choose_carry, with_backup
+from meliad_like.mesh import ParameterShardings
 from meliad_like.models.model import Model
 from meliad_like.optimization.averages import begin_at, gradient_point
 
@@ -126,27 +127,44 @@ def language_model(model: Model, loss_slice: int, z_loss: float = 0.0) -> Object
 
 
 def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation, config: TrainingConfig
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    config: TrainingConfig,
+    shardings: ParameterShardings | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The training step of a language model, as a function to be jitted."""
-    return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config)
+    return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config, shardings)
 
 
 def make_step(
-    objective: Objective, optimizer: optax.GradientTransformation, config: TrainingConfig
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    config: TrainingConfig,
+    shardings: ParameterShardings | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
-    """The training step of any objective, as a function to be jitted; the first axis of all arrays is the lane."""
+    """The training step of any objective, as a function to be jitted; the first axis of all arrays is the lane.
+
+    With `shardings`, each copy of the parameters updates its share.
+    """
+
+    def whole(tree):
+        return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings.whole)
+
+    def share(tree):
+        return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings.shares)
+
     key = jax.random.key(config.seed)
     differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
-        point = gradient_point(state.params, state.optimizer_state)
+        point = whole(gradient_point(state.params, state.optimizer_state))
         carry, backup = with_backup(state.carry, objective.num_tokens(batch))
         gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
+            old_params, gradient = share(state.params), share(whole(gradient))
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, old_params)
             gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
         if takes_norm_of_updates_first():
@@ -157,10 +175,10 @@ def make_step(
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
-            params = choose(optax.apply_updates(state.params, updates), state.params)
+            params = share(choose(optax.apply_updates(old_params, updates), old_params))
             optimizer_state = choose(optimizer_state, state.optimizer_state)
             if not takes_norm_of_updates_first():
-                update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
+                update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, old_params))
             parameter_norm = optax.tree.norm(params)
         if config.nonfinite == "skip":
             # The carry may also be non-finite.

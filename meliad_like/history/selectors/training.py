@@ -193,7 +193,7 @@ class SelectorTraining:
             params, count = selector.init(key), jnp.zeros((), jnp.int32)
             return TrainState(count, params, optimizer.init(params), {}, count, jnp.zeros((), bool))
 
-        step = make_step(squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
+        step = partial(make_step, squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
         return lay_out(selector, self.mesh, selector.axes, init, config.seed, step, batch, config.batch_size)
 
     def _starting_state(self, program: Program, standard: Params, checkpoints: Checkpoints) -> TrainState:
