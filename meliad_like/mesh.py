@@ -5,9 +5,9 @@ heads, feed-forward width and vocabulary. Arrays have a `NamedSharding`; the com
 except for the few that the model prescribes (`layers.sharding.constrain`) and for `sequence`, which shards the tokens
 of a segment (`layers/sequence.py`): parameters, carry and batch are replicated along it.
 
-Along `data` and `sequence` there are copies of the parameters. Each updates its share of every matrix, for which alone
-it holds the optimizer state, and the new parameters are gathered (Xu et al. 2020, Automatic cross-replica sharding of
-weight update in data-parallel training; Rajbhandari et al. 2020, ZeRO, the optimizer state's partition).
+Along `data` and `sequence` there are copies of the parameters. Each updates its share of them, for which alone it holds
+the optimizer state, and the new parameters are gathered (Xu et al. 2020, Automatic cross-replica sharding of weight
+update in data-parallel training; Rajbhandari et al. 2020, ZeRO, stage 1). An average of the parameters is gathered too.
 """
 
 import math
@@ -26,6 +26,8 @@ from meliad_like.registry import resumable
 from meliad_like.validation import check_positive
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+COPIES = ("data", "sequence")
+"""The axes along which the parameters are copied."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class MeshConfig:
     """Number of devices along each axis of the mesh; their product is the number of devices."""
 
     data: int = resumable(-1)
-    """The number of copies of the parameters, each with its own lanes; -1: all remaining devices."""
+    """The number of copies of the parameters, each with its own lanes; -1: all remaining devices. They divide the
+    optimizer state among them."""
     fsdp: int = resumable(1)
     """The number of shards of parameters and optimizer state along the model width; each has its own lanes too."""
     tensor: int = resumable(1)
@@ -121,7 +124,7 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 class ParameterShardings(NamedTuple):
-    """The shardings of the parameters of a training, trees like them."""
+    """The shardings of the parameters in a training: two trees with the structure of the parameters."""
 
     whole: Any
     """Of the parameters as the model reads them."""
@@ -132,29 +135,31 @@ class ParameterShardings(NamedTuple):
 def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> ParameterShardings:
     """The shardings of the parameters, by the arguments of `parameter_shardings`, and of the shares of their copies.
 
-    A matrix is divided along the first dimension that is a multiple of the number of shares. If there is none, every
-    copy updates all of it, as it does with norms and biases, which are too small to be worth it.
+    A parameter is divided along the first dimension that is a multiple of the number of its shares. If there is none,
+    every copy updates all of it, and so it does with norms and biases, which have one dimension.
     """
     whole = parameter_shardings(mesh, axes, abstract_params)
-    copies = tuple(name for name in ("data", "sequence") if mesh.shape[name] > 1)
+    copies = tuple(axis for axis in COPIES if mesh.shape[axis] > 1)
 
     def share(sharding: NamedSharding, array) -> NamedSharding:
-        entries = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-        for i, (entry, size) in enumerate(zip(entries, array.shape)):
-            divided = (*([] if entry is None else [entry]), *copies)
-            if array.ndim > 1 and size % math.prod(mesh.shape[name] for name in divided) == 0:
-                return NamedSharding(mesh, PartitionSpec(*entries[:i], divided, *entries[i + 1 :]))
+        if array.ndim < 2:
+            return sharding
+        for i, (axis, size) in enumerate(zip(sharding.spec, array.shape, strict=True)):
+            divided = (*([] if axis is None else [axis]), *copies)
+            if size % math.prod(mesh.shape[name] for name in divided) == 0:
+                return NamedSharding(mesh, PartitionSpec(*sharding.spec[:i], divided, *sharding.spec[i + 1 :]))
         return sharding
 
     return ParameterShardings(whole, jax.tree.map(share, whole, abstract_params) if copies else whole)
 
 
-def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shardings: Any) -> Any:
-    """The shardings of an optax state, which follow those of the parameters' shares.
+def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shares: Any) -> Any:
+    """The shardings of an optax state, which follow those of the parameters' shares (`ParameterShardings.shares`).
 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
-    (momentum, second moment) has the parameter's sharding. Adafactor's `v_row` and `v_col` lack one of its two largest
-    dimensions, so their sharding lacks that entry; `optax.tree.map_params` would not tell which of the two an array is.
+    (momentum, second moment) has the sharding of its shares. Adafactor's `v_row` and `v_col` lack one of the two
+    largest dimensions, so their sharding lacks that entry; `optax.tree.map_params` would not tell which of the two an
+    array is.
     Counters and Adafactor's placeholders of shape (1,) are replicated.
 
     Raises:
@@ -162,7 +167,7 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)
-        for (path, array), sharding in zip(jax.tree.leaves_with_path(abstract_params), jax.tree.leaves(shardings))
+        for (path, array), sharding in zip(jax.tree.leaves_with_path(abstract_params), jax.tree.leaves(shares))
     }
 
     def sharding(path, array) -> NamedSharding:

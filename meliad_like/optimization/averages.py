@@ -78,4 +78,9 @@ def begin_at(params: Any, optimizer_state: Any) -> Any:
     """The state of an optimizer before its first update, for other parameters than those that it was made with."""
     if not isinstance(optimizer_state, Averaged):
         return optimizer_state
-    return replace(optimizer_state, trained=jax.tree.map(jnp.copy, params))
+
+    def place(param, trained):
+        # A copy, because a step reuses the memory of its state; on a mesh each device has only a share of it.
+        return jax.device_put(jnp.copy(param), trained.sharding)
+
+    return replace(optimizer_state, trained=jax.tree.map(place, params, optimizer_state.trained))

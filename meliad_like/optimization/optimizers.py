@@ -186,7 +186,7 @@ def orthogonal(updates: Any) -> Any:
 
     Five steps of the quintic Newton-Schulz iteration of Muon map them into 0.7 to 1.2; then the root mean square of the
     entries is about 0.2. Matrices of equal shape are computed together, so that they are compiled once, and are divided
-    among the copies of the parameters.
+    among the copies of the parameters along `data`.
     """
 
     def by_iteration(x: Float[Array, "g m n"]) -> Float[Array, "g m n"]:

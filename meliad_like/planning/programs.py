@@ -1,6 +1,7 @@
 """The programs of a run, compiled for devices that this machine need not have, and what they need on each device."""
 
 import functools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
-from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, replicated
+from meliad_like.mesh import COPIES, MeshConfig, carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import Program, make_program
@@ -168,9 +169,11 @@ def state_parts(program: Program) -> dict[str, int]:
 
 
 def least_bytes(run: RunConfig, vocabulary_size: int, topology: Topology) -> int:
-    """The least memory of a training step on each device: arguments and gradients. Nothing is compiled."""
-    parts = state_parts(make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)))
-    return sum(parts.values()) + parts["parameters"]
+    """The least memory of a training step on each device: arguments, and its share of the gradient, before the
+    parameters are updated. Nothing is compiled."""
+    mesh = make_mesh(run.mesh, topology.devices)
+    parts = state_parts(make_program(run, vocabulary_size, mesh))
+    return sum(parts.values()) + parts["parameters"] // math.prod(mesh.shape[axis] for axis in COPIES)
 
 
 def _size_on_device(tree: Any) -> int:

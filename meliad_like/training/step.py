@@ -162,6 +162,7 @@ def make_step(
         carry, backup = with_backup(state.carry, objective.num_tokens(batch))
         gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
+            # Whole first: otherwise the compiler divides the computation of the gradient as well.
             old_params, gradient = share(state.params), share(whole(gradient))
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, old_params)
