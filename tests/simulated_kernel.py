@@ -1,7 +1,7 @@
 """Runs the attention kernels in Pallas's simulation of a TPU, which prints races and fails out of bounds; memory that
 nothing was written to is NaN. A program of its own, because two simulated cores need more threads than a core has.
 
-    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | states | memory]
+    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | wide | states | memory]
 """
 
 import functools
@@ -25,8 +25,9 @@ B, C = 2, 2
 
 def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: int, dma: str, h: int) -> float:
     """The largest difference of the simulated kernel's outputs and gradients from the default's, as a share of the
-    array's largest number. NaN if one of them is. `states`: `w` states attend to two blocks of tokens; `memory`: `w`
-    tokens find the nearest of `rows` buckets in a memory of four windows, of which one lane's has been filled."""
+    array's largest number. NaN if one of them is. `wide`: the window is computed as two. `states`: `w` states attend to
+    two blocks of tokens. `memory`: `w` tokens find the nearest of `rows` buckets in a memory of four windows, of which
+    one lane's has been filled."""
     generator = np.random.default_rng(0)
 
     def normal(*shape):
@@ -67,7 +68,8 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
             "bias": normal(h, w).astype("float32"),
         }
         kept, rate = kept_by_dropout(jax.random.key(0), of_window.RATE, (h, w, w)), of_window.RATE
-        kernel = functools.partial(attend_window_in_kernel, rows=rows, interpret=simulation, dropout_rate=rate)
+        options = {"rows": rows, "widest": w // 2 if subject == "wide" else w}
+        kernel = functools.partial(attend_window_in_kernel, interpret=simulation, dropout_rate=rate, **options)
         attends = kernel, functools.partial(of_window.reference, mask_previous=True)
         inputs = arguments, valid, kept, normal(B, C * w, h * k)
         results = [of_window.outputs_and_gradients(attend, *inputs) for attend in attends]

@@ -95,6 +95,21 @@ def test_outputs_and_gradients_equal_the_shared_attention(name, seed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", [6, 7, 33, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 33))])
+def test_a_window_may_be_wider_than_the_kernel(seed):
+    """The outputs also with a bias so large that only the scores' differences from the largest are exact."""
+    arguments, *inputs, rows, mask_previous = draw(seed)
+    kernel, reference = kernel_and_reference("tpu", rows, mask_previous)
+    attends = functools.partial(kernel, widest=rows), reference
+    actual, expected = (outputs_and_gradients(attend, arguments, *inputs) for attend in attends)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    # With scales of 1, so that nobody rounds a product with them before others.
+    large = arguments | {"bias": 1e4 * arguments["bias"], "scale": jnp.ones_like(arguments["scale"])}
+    actual, expected = (outputs_and_gradients(attend, large, *inputs)[0] for attend in attends)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", [1, 8])
 @pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2), (64, 32)])
 def test_tiles_of_the_kernel_for_gpus_need_not_be_squares(seed, queries, keys):

@@ -27,10 +27,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
+from meliad_like.layers.attention_kernel_rings import Kernel, attend_in_rings
+from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 ROWS = 128
 """The number of queries in each row of the ring; compiled for a TPU, window and head size must be multiples of it."""
+WIDEST = 1024
+"""The widest window that is computed in one run of the kernel: that of 2,048 needs 32.5 MiB of v4's 16."""
 VMEM_LIMIT = 100 * 2**20
 """The chip's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
 
@@ -72,6 +76,7 @@ def attend_window_in_kernel(
     dropout_rate: float,
     mask_previous: bool = True,
     rows: int | None = None,
+    widest: int = WIDEST,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "b n i"]:
     """`attend_window` of projections in one kernel, also under a mesh, where each device computes its lanes and heads.
@@ -86,13 +91,18 @@ def attend_window_in_kernel(
         kept, dropout_rate: the weights that dropout keeps, and its rate; None: all.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
+        widest: a wider window is computed as several (`attention_kernel_rings.py`).
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]
     rows = rows or rows_of(w)
-    run = sharded_by_head(functools.partial(_attend, Options(rows, mask_previous, dropout_rate, interpret)))
+    options = Options(rows, mask_previous, dropout_rate, interpret)
+    length = rows * divisor(w // rows, max(widest // rows, 1))
+    passes = functools.partial(_forward, options), functools.partial(_backward, options)
+    run = functools.partial(attend_in_rings, Kernel(*passes, length, rows, mask_previous))
     # A number for each weight, so in bytes: they must fit into the chip's own memory.
-    return run(projected, scale, bias, previous_valid, None if kept is None else kept.astype(jnp.int8))
+    kept = None if kept is None else kept.astype(jnp.int8)
+    return sharded_by_head(run)(projected, scale, bias, previous_valid, kept)
 
 
 def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
@@ -112,19 +122,12 @@ def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) ->
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, *inputs) -> Array:
-    return _attend_forward(options, *inputs)[0]
-
-
-def _attend_forward(options, *inputs):
+def _forward(options, inputs):
     grid = _Grid(options, inputs, backward=False)
-    mixed, log_totals = grid.call(forward_kernel, (), ((inputs[0].value, grid.block), grid.log_totals), ())
-    return mixed, (inputs, mixed, log_totals)
+    return grid.call(forward_kernel, (), ((inputs[0].value, grid.block), grid.log_totals), ())
 
 
-def _attend_backward(options, saved, cotangent):
-    inputs, mixed, log_totals = saved
+def _backward(options, inputs, mixed, log_totals, cotangent):
     projected, scale, bias, *_ = inputs
     grid = _Grid(options, inputs, backward=True)
     gradients, scale_gradient, bias_gradient = grid.call(
@@ -140,10 +143,7 @@ def _attend_backward(options, saved, cotangent):
         (pltpu.VMEM((1, grid.k), jnp.float32), grid.bias_row, Projected(None, *[grid.scratch(jnp.float32)] * 4)),
     )
     scale_gradient = jnp.sum(scale_gradient, axis=(1, 2)).astype(scale.dtype)
-    return gradients, scale_gradient, bias_gradient[:, 0, ::-1].astype(bias.dtype), None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return gradients, scale_gradient, bias_gradient[:, 0, ::-1].astype(bias.dtype)
 
 
 class _Grid:
@@ -160,24 +160,33 @@ class _Grid:
         self.c, self.k = n // self.w, inner // self.h
         rows = (self.w // options.rows, options.rows)
 
-        def at(c):
-            return self.c - 1 - c if backward else c
+        self.at = lambda c: self.c - 1 - c if backward else c
 
         def spec(block):
             return pl.BlockSpec((None, self.w, self.k), lambda h, b, c: (b, block(c), h))
 
-        self.block, before, self.previous = spec(at), spec(lambda c: 0), spec(lambda c: jnp.maximum(at(c) - 1, 0))
+        self.block, before = spec(self.at), spec(lambda c: 0)
+        self.previous = spec(lambda c: jnp.maximum(self.at(c) - 1, 0))
         self.projected = Projected(self.block, self.block, self.block, before, before)
         self.log_totals = (
             jax.ShapeDtypeStruct((self.b, self.c, self.h, *rows), jnp.float32),
-            pl.BlockSpec((None, None, None, *rows), lambda h, b, c: (b, at(c), h, 0, 0)),
+            pl.BlockSpec((None, None, None, *rows), lambda h, b, c: (b, self.at(c), h, 0, 0)),
         )
         self.bias_row = pltpu.VMEM((options.rows, self.w), jnp.float32)
 
-    def by_head(self, *shape: int, **options):
+    def by_head(self, *shape: int):
         """An array that is the same for all blocks of a head, and the part of it that a run sees."""
-        spec = pl.BlockSpec((None, *shape), lambda h, b, c: (h, 0, 0), **options)
+        spec = pl.BlockSpec((None, *shape), lambda h, b, c: (h, 0, 0))
         return jax.ShapeDtypeStruct((self.h, *shape), jnp.float32), spec
+
+    def of_kept(self, period: int):
+        """The part that a run sees of what dropout keeps, [h, period, w, w]. It is the largest of the arrays, and a
+        second buffer for it would be too much."""
+
+        def index(h, b, c):
+            return h, jax.lax.rem(self.at(c), period) if period > 1 else 0, 0, 0
+
+        return pl.BlockSpec((None, None, self.w, self.w), index, pipeline_mode=pl.Buffered(1))
 
     def scratch(self, dtype):
         """Memory for the vectors of one block."""
@@ -193,9 +202,7 @@ class _Grid:
         projected, scale, bias, valid, kept = self.inputs
         # Reversed, because a column further on the ring is a distance less.
         bias, scalars = bias[:, None, ::-1].astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM)
-        # The largest of the arrays, and the same for all blocks of a head, so a second buffer would be useless.
-        of_kept = None if kept is None else self.by_head(self.w, self.w, pipeline_mode=pl.Buffered(1))[1]
-        specs = scalars, scalars, self.by_head(1, self.w)[1], of_kept
+        specs = scalars, scalars, self.by_head(1, self.w)[1], None if kept is None else self.of_kept(kept.shape[1])
         heads = Projected(*[self.scratch(projected.query.dtype)] * 5)
         return pl.pallas_call(
             functools.partial(kernel, self.options),
