@@ -128,6 +128,10 @@ class ParameterShardings(NamedTuple):
 
     whole: Any
     """Of the parameters as the model reads them."""
+    sums: Any
+    """Of the gradients where they are summed over the copies: as `shares`, so that each copy gets its share of the sum
+    alone. Tables of the vocabulary are whole: a loop adds up their gradients, and would sum over the copies each time.
+    """
     shares: Any
     """Of what only the optimizer reads: each copy of the parameters has a share of it."""
 
@@ -150,7 +154,13 @@ def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Parameter
                 return NamedSharding(mesh, PartitionSpec(*sharding.spec[:i], divided, *sharding.spec[i + 1 :]))
         return sharding
 
-    return ParameterShardings(whole, jax.tree.map(share, whole, abstract_params) if copies else whole)
+    shares = jax.tree.map(share, whole, abstract_params) if copies else whole
+
+    def in_sum(names: tuple[str | None, ...], whole: NamedSharding, share: NamedSharding) -> NamedSharding:
+        return whole if "vocabulary" in names else share
+
+    sums = jax.tree.map(in_sum, axes, whole, shares, is_leaf=lambda node: isinstance(node, tuple))
+    return ParameterShardings(whole, sums, shares)
 
 
 def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shares: Any) -> Any:

@@ -48,6 +48,15 @@ def takes_norm_of_updates_first() -> bool:
     return platform() == "cpu"
 
 
+def sums_shares_of_gradients() -> bool:
+    """All but TPUs: where copies of the parameters divide the update, each gets the sum of its share of a gradient.
+
+    A TPU's compiler would cut the products that compute the gradient into pieces, and copy their factors for it; there
+    each copy gets the whole sum.
+    """
+    return platform() != "tpu"
+
+
 def adds_heads_one_by_one() -> bool:
     """CPU: a matrix is copied for the heads that share it, so that its gradient adds theirs one by one.
 

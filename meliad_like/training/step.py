@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
-from meliad_like.layers.backend import takes_norm_of_updates_first
+from meliad_like.layers.backend import sums_shares_of_gradients, takes_norm_of_updates_first
 from meliad_like.layers.lanes import choose_carry, with_backup
 from meliad_like.mesh import ParameterShardings
 from meliad_like.models.model import Model
@@ -147,23 +147,24 @@ def make_step(
     With `shardings`, each copy of the parameters updates its share.
     """
 
-    def whole(tree):
-        return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings.whole)
+    whole, sums_of_shares, shares = shardings or (None, None, None)
 
-    def share(tree):
-        return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings.shares)
+    def placed(tree, where):
+        return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
 
     key = jax.random.key(config.seed)
     differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(key, state.step)
-        point = whole(gradient_point(state.params, state.optimizer_state))
+        point = placed(gradient_point(state.params, state.optimizer_state), whole)
         carry, backup = with_backup(state.carry, objective.num_tokens(batch))
         gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
-            # Whole first: otherwise the compiler divides the computation of the gradient as well.
-            old_params, gradient = share(state.params), share(whole(gradient))
+            # With accumulation a loop adds up all gradients: see `ParameterShardings.sums`.
+            in_shares = sums_shares_of_gradients() and config.gradient_accumulation == 1
+            gradient = placed(placed(gradient, sums_of_shares if in_shares else whole), shares)
+            old_params = placed(state.params, shares)
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, old_params)
             gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
@@ -176,7 +177,7 @@ def make_step(
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
-            params = share(choose(optax.apply_updates(old_params, updates), old_params))
+            params = placed(choose(optax.apply_updates(old_params, updates), old_params), shares)
             optimizer_state = choose(optimizer_state, state.optimizer_state)
             if not takes_norm_of_updates_first():
                 update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, old_params))
