@@ -128,10 +128,10 @@ class ParameterShardings(NamedTuple):
 
     whole: Any
     """Of the parameters as the model reads them."""
-    sums: Any
-    """Of the gradients where they are summed over the copies: as `shares`, so that each copy gets its share of the sum
-    alone. Tables of the vocabulary are whole: a loop adds up their gradients, and would sum over the copies each time.
-    """
+    gradients: Any
+    """Of the gradients, where each copy gets the sum over the copies of its share alone (`layers/backend.py`). They are
+    `shares`, but for tables of the vocabulary: the loss adds up their gradients in a loop, each turn of which would sum
+    over the copies, so these are whole."""
     shares: Any
     """Of what only the optimizer reads: each copy of the parameters has a share of it."""
 
@@ -156,11 +156,11 @@ def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Parameter
 
     shares = jax.tree.map(share, whole, abstract_params) if copies else whole
 
-    def in_sum(names: tuple[str | None, ...], whole: NamedSharding, share: NamedSharding) -> NamedSharding:
+    def of_gradient(names: tuple[str | None, ...], whole: NamedSharding, share: NamedSharding) -> NamedSharding:
         return whole if "vocabulary" in names else share
 
-    sums = jax.tree.map(in_sum, axes, whole, shares, is_leaf=lambda node: isinstance(node, tuple))
-    return ParameterShardings(whole, sums, shares)
+    gradients = jax.tree.map(of_gradient, axes, whole, shares, is_leaf=lambda node: isinstance(node, tuple))
+    return ParameterShardings(whole, gradients, shares)
 
 
 def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shares: Any) -> Any:

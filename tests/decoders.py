@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
 
 
 def recurrent(config: DecoderConfig, /, feedback: str = "none", **changes) -> DecoderConfig:
@@ -22,3 +26,27 @@ def recurrent(config: DecoderConfig, /, feedback: str = "none", **changes) -> De
 def recurrent_layers(config: DecoderConfig) -> set[int]:
     """The layers with recurrent states, counted from 0."""
     return set(config.layers_with(RecurrentStates))
+
+
+def gradient_over_segments(config: DecoderConfig, tokens, start):
+    """The gradient of a loss of the hidden vectors of segments [s, b, n], read one after the other with dropout, and
+    these vectors with the last carry. The segments are read in a loop, so that one of them is compiled."""
+    model = Model(config, 32)
+
+    def perturbed(x):
+        # So that no scale is 1 and no bias is 0.
+        return x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)
+
+    def loss(params):
+        module = model.bind(params)
+
+        def read(carry, segment):
+            tokens, start, key = segment
+            hidden, carry = module(tokens, carry, start, key)
+            return carry, hidden
+
+        keys = jax.random.split(jax.random.key(1), len(tokens))
+        carry, hidden = jax.lax.scan(read, module.init_carry(tokens.shape[1]), (tokens, start, keys))
+        return jnp.sum(hidden[0] ** 2) + jnp.sum(hidden[1:] ** 3), (hidden, carry)
+
+    return jax.jit(jax.grad(loss, has_aux=True))(jax.tree.map(perturbed, model.init(jax.random.key(0))))

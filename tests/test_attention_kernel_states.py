@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import gradient_over_segments
 from test_attention_kernel import mean_square, trace
 
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit
@@ -14,7 +15,6 @@ from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_uni
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import Model
 
 KERNEL = functools.partial(attend_unit_in_kernel, interpret=True)
 DECODER = DecoderConfig(
@@ -99,21 +99,8 @@ def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, ce
     mixers = (states, SlidingWindow(), *([StateReader(which=feedback)] if feedback else []))
     default = dataclasses.replace(DECODER, mixers=mixers, mask_empty_cache=mask_empty_cache)
 
-    def of_two_segments(config):
-        model = Model(config, 32)
-
-        def perturbed(x):
-            return x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)
-
-        def loss(params):
-            module = model.bind(params)
-            first, carry = module(tokens[0], module.init_carry(b), start[0], jax.random.key(1))
-            second, carry = module(tokens[1], carry, start[1], jax.random.key(2))
-            return jnp.sum(first**2) + jnp.sum(second**3), (first, second, carry)
-
-        return jax.jit(jax.grad(loss, has_aux=True))(jax.tree.map(perturbed, model.init(jax.random.key(0))))
-
-    results = map(of_two_segments, (default, dataclasses.replace(default, attention_kernel="interpreted")))
+    configs = default, dataclasses.replace(default, attention_kernel="interpreted")
+    results = [gradient_over_segments(config, tokens, start) for config in configs]
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 

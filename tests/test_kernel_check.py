@@ -43,6 +43,13 @@ def test_a_kernel_that_agrees_is_used(checked, monkeypatch, name, dtype, dropout
     assert checked(config, dtype) == ("interpreted", "attention kernel: checked on this device\n")
 
 
+def test_a_window_that_is_computed_as_two_is_checked(checked, monkeypatch):
+    narrow = functools.partial(KERNELS["interpreted"].attend, rows=4, widest=4)
+    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend=narrow))
+    config = dataclasses.replace(CONFIG, dropout_rate=0.1)
+    assert checked(config, "bfloat16") == ("interpreted", "attention kernel: checked on this device\n")
+
+
 def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     sheared = attention_kernel._sheared
     monkeypatch.setattr(attention_kernel, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))

@@ -122,9 +122,9 @@ def test_shardings_of_parameters_and_adafactor_state():
 @pytest.mark.parametrize("shape, copies", [((8,), ("data",)), ((2, 1, 2, 2), ("data", "sequence")), ((1, 8), ())])
 def test_shares_of_the_copies_of_the_parameters(shape, copies):
     mesh, params = make_mesh(MeshConfig(*shape)), make_params(0)
-    whole, sums, shares = mesh_lib.training_shardings(mesh, AXES, params)
+    whole, gradients, shares = mesh_lib.training_shardings(mesh, AXES, params)
     assert shares["layer0"]["scale"] == whole["layer0"]["scale"]
-    assert sums["embedding"] == whole["embedding"] and sums["layer0"] == shares["layer0"]
+    assert gradients["embedding"] == whole["embedding"] and gradients["layer0"] == shares["layer0"]
     for name in ("embedding", "untied"):
         [share] = {shard.data.size for shard in jax.device_put(params[name], shares[name]).addressable_shards}
         [held] = {shard.data.size for shard in jax.device_put(params[name], whole[name]).addressable_shards}

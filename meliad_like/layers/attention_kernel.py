@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
-from meliad_like.layers.attention_kernel_rings import Kernel, attend_in_rings
+from meliad_like.layers.attention_kernel_wide import Passes, attend_wide_window
 from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 
@@ -63,6 +63,8 @@ class Options(NamedTuple):
     mask_previous: bool
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
     dropout_rate: float
+    unit_keys: bool
+    """Whether the keys have unit length, and not only those of the first block before."""
     interpret: bool | pltpu.InterpretParams
 
 
@@ -91,15 +93,15 @@ def attend_window_in_kernel(
         kept, dropout_rate: the weights that dropout keeps, and its rate; None: all.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
-        widest: a wider window is computed as several (`attention_kernel_rings.py`).
+        widest: a wider window is computed as several (`attention_kernel_wide.py`), best of a length near this one.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]
     rows = rows or rows_of(w)
-    options = Options(rows, mask_previous, dropout_rate, interpret)
     length = rows * divisor(w // rows, max(widest // rows, 1))
+    options = Options(rows, mask_previous, dropout_rate, length < w, interpret)
     passes = functools.partial(_forward, options), functools.partial(_backward, options)
-    run = functools.partial(attend_in_rings, Kernel(*passes, length, rows, mask_previous))
+    run = functools.partial(attend_wide_window, Passes(*passes, length, rows, mask_previous))
     # A number for each weight, so in bytes: they must fit into the chip's own memory.
     kept = None if kept is None else kept.astype(jnp.int8)
     return sharded_by_head(run)(projected, scale, bias, previous_valid, kept)
@@ -259,7 +261,7 @@ def backward_kernel(options, valid, scale, bias, kept, projected, key, value, mi
 
     @pl.when(~is_first)
     def _():
-        heads.before_key[...], heads.before_value[...] = unit(key[...]), value[...]
+        heads.before_key[...], heads.before_value[...] = _unit_keys(key, options), value[...]
 
     _fill(heads, projected, scale[head], options, is_first, is_valid)
     for index in range(len(heads.query) // options.rows):
@@ -277,7 +279,8 @@ def backward_kernel(options, valid, scale, bias, kept, projected, key, value, mi
         gradients.query[row.queries, :] = before_unit(query, scale[head] * of_query)
         row.add(weights, cotangent, sums.value, sums.before_value)
         row.add(gradient, row.query, sums.key, sums.before_key)
-    gradients.key[...] = before_unit(projected.key[...], sums.key[...])
+    of_key = sums.key[...] if options.unit_keys else before_unit(projected.key[...], sums.key[...])
+    gradients.key[...] = of_key.astype(gradients.key.dtype)
     gradients.value[...] = sums.value[...].astype(gradients.value.dtype)
     if not options.mask_previous:
         _clear_unless(is_valid, sums.before_key, sums.before_value)
@@ -310,7 +313,7 @@ def _clear_unless(is_valid: Array, *arrays: Any) -> None:
 def _fill(heads: Projected, projected: Projected, scale, options: Options, is_first, is_valid) -> None:
     """Fills the arrays of a block; if it is not the first one, those of the block before are there."""
     heads.query[...] = scaled_unit(projected.query[...], scale)
-    heads.key[...], heads.value[...] = unit(projected.key[...]), projected.value[...]
+    heads.key[...], heads.value[...] = _unit_keys(projected.key, options), projected.value[...]
 
     @pl.when(is_first)
     def _():
@@ -318,6 +321,10 @@ def _fill(heads: Projected, projected: Projected, scale, options: Options, is_fi
 
     if not options.mask_previous:
         _clear_unless(is_valid, heads.before_key, heads.before_value)
+
+
+def _unit_keys(key: Any, options: Options) -> Array:
+    return key[...] if options.unit_keys else unit(key[...])
 
 
 def rows_of(num_queries: int) -> int:

@@ -146,8 +146,7 @@ def make_step(
 
     With `shardings`, each copy of the parameters updates its share.
     """
-
-    whole, sums_of_shares, shares = shardings or (None, None, None)
+    whole, divided, shares = shardings or (None, None, None)
 
     def placed(tree, where):
         return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
@@ -161,9 +160,9 @@ def make_step(
         carry, backup = with_backup(state.carry, objective.num_tokens(batch))
         gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
         with jax.named_scope("optimizer"):
-            # With accumulation a loop adds up all gradients: see `ParameterShardings.sums`.
+            # With accumulation a loop adds up all gradients: see `ParameterShardings.gradients`.
             in_shares = sums_shares_of_gradients() and config.gradient_accumulation == 1
-            gradient = placed(placed(gradient, sums_of_shares if in_shares else whole), shares)
+            gradient = placed(placed(gradient, divided if in_shares else whole), shares)
             old_params = placed(state.params, shares)
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, old_params)
