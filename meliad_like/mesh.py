@@ -124,7 +124,7 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 class ParameterShardings(NamedTuple):
-    """The shardings of the parameters in a training: two trees with the structure of the parameters."""
+    """The shardings of the parameters in a training: three trees with the structure of the parameters."""
 
     whole: Any
     """Of the parameters as the model reads them."""

@@ -34,7 +34,7 @@ from meliad_like.layers.sharding import MESH_AXES_OF
 ROWS = 128
 """The number of queries in each row of the ring; compiled for a TPU, window and head size must be multiples of it."""
 WIDEST = 1024
-"""The widest window that is computed in one run of the kernel: that of 2,048 needs 32.5 MiB of v4's 16."""
+"""The widest window that one run of the kernel computes: one of 2,048 would need 32.5 of v4's 16 MiB."""
 VMEM_LIMIT = 100 * 2**20
 """The chip's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
 
