@@ -13,6 +13,7 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import empty_batch
 from meliad_like.errors import UserError
 from meliad_like.mesh import (
+    COPIES,
     ParameterShardings,
     carry_shardings,
     lane_sharding,
@@ -80,7 +81,7 @@ def lay_out(
     axes: Any,
     init: Callable[[PRNGKeyArray], TrainState],
     seed: int,
-    make_step: Callable[[ParameterShardings], Callable[[TrainState, Any], tuple[TrainState, Any]]],
+    make_step: Callable[[ParameterShardings | None], Callable[[TrainState, Any], tuple[TrainState, Any]]],
     batch: Any,
     num_lanes: int,
 ) -> Program:
@@ -90,7 +91,8 @@ def lay_out(
       model: the trained model, with a method `carry_axes` such as that of `Model`.
       axes: a tree like the parameters, with the logical axes of each.
       init: key of `seed` -> the state before the first step.
-      make_step: shardings of the parameters -> the step, (state, batch) -> (state, metrics), as of `training.step`.
+      make_step: shardings of the parameters, if there are copies of them -> the step, (state, batch) -> (state,
+        metrics), as of `training.step`.
       batch: an example of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
     """
     lanes = lane_sharding(mesh, num_lanes)
@@ -110,6 +112,8 @@ def lay_out(
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
+    # One copy of the parameters has nothing to divide, and constraints would change how the compiler fuses and rounds.
+    divided = any(mesh.shape[axis] > 1 for axis in COPIES)
     abstract_state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     return Program(
         model=model,
@@ -117,7 +121,7 @@ def lay_out(
         abstract_state=abstract_state,
         initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
         train_step=jax.jit(
-            make_step(params),
+            make_step(params if divided else None),
             donate_argnums=0,
             in_shardings=(shardings, lanes),
             out_shardings=(shardings, replicated(mesh)),
