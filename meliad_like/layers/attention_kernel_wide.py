@@ -75,12 +75,12 @@ def _forward(passes: Passes, *inputs):
 
 def _backward(passes: Passes, saved, cotangent):
     (projected, scale, bias, *others), mixed, log = saved
-    parts = _parts(passes, projected, scale, bias, *others)
 
-    def differentiable(*inputs):
-        return [part.inputs[:3] for part in _parts(passes, *inputs, *others)]
+    def parts_of(*inputs):
+        parts = _parts(passes, *inputs, *others)
+        return [part.inputs[:3] for part in parts], parts
 
-    _, pull_back = jax.vjp(differentiable, projected, scale, bias)
+    _, pull_back, parts = jax.vjp(parts_of, projected, scale, bias, has_aux=True)
     largest = _largest(parts)
     gradients = []
     for part in parts:
