@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.basic import SOFTMAX, UNIT
+from meliad_like.layers.basic import SOFTMAX, UNIT, for_all
 
 MASKED = -np.inf
 """The score of a masked key, whose weight is exactly 0."""
@@ -92,13 +92,6 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
     return tiled[:, :, ::-1]
 
 
-def without_largest(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """`bias` minus the largest visible bias of each query, which changes no weight of a softmax. Scores that compete
-    for the largest weights then differ by more than float32 rounds them to, at any scale."""
-    visible = bias if mask is None else jnp.where(mask, bias, MASKED)
-    return bias - _largest(visible)
-
-
 def _largest(scores: Float[Array, "*batch s"]) -> Float[Array, "*batch 1"]:
     """The largest score of each query, without a gradient; `LOWEST` if all are masked."""
     return jnp.maximum(jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True), LOWEST)
@@ -167,7 +160,10 @@ def attend(
     products = [jnp.einsum("...htk,...hsk->...hts", query, x, preferred_element_type=jnp.float32) for x in keys]
     scores = jnp.concatenate(products, axis=-1)
     if bias is not None:
-        scores += without_largest(bias, mask)
+        # A query's largest visible bias is subtracted, which changes no weight of a softmax: so scores that compete for
+        # the largest weights differ by more than float32 rounds them to, at any scale.
+        largest = _largest(bias if mask is None else jnp.where(mask, bias, MASKED))
+        scores += for_all(bias, scores.shape[: scores.ndim - bias.ndim]) - largest
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
     weights, total = weigh(scores, values[0].dtype, multiplier)
@@ -223,12 +219,12 @@ def attend_window(
         return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
 
     by_column = ring_square(bias)
-    # As `without_largest`: a query sees either all distances or those within its block.
+    # As in `attend`; a query sees either all distances or those within its block.
     valid = previous_valid[:, :, None, None, None]
     largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(within_block, by_column, MASKED)))
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
     scores = jnp.where(within_block, scores_with(key), scores_with(previous_key))
-    scores = jnp.where(within_block | valid, scores + (by_column - largest), MASKED)
+    scores = jnp.where(within_block | valid, scores + (for_all(by_column, scores.shape[:2]) - largest), MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
     mixed = mix(jnp.where(within_block, 0, weights), previous_value) + mix(jnp.where(within_block, weights, 0), value)
     return average(mixed, total, value.dtype)

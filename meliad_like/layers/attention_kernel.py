@@ -362,7 +362,7 @@ class _Row:
     def scores(self):
         """The scores with bias and mask."""
         bias = self.rotated(self.bias_row[...])
-        # As `attention.without_largest`: a query sees either all distances or those within its block.
+        # As in `attention.attend`; a query sees either all distances or those within its block.
         largest = jax.lax.cond(
             self.previous_seen,
             lambda: jnp.broadcast_to(jnp.max(self.bias_row[:1, :], axis=1, keepdims=True), (len(bias), 1)),

@@ -137,7 +137,7 @@ class _Band:
         highest = jnp.maximum(jax.lax.cummax(self.bias, axis=1), LOWEST)
         within_block = jnp.pad(highest[:, :-1], ((0, 0), (1, 0)), constant_values=LOWEST)
         seen = (valid | (not options.mask_previous))[:, None, :, None]
-        # As `attention.without_largest`: a query sees either all distances or those within its block.
+        # As in `attention.attend`; a query sees either all distances or those within its block.
         largest = jnp.where(seen, highest[:, None, -1:], within_block[:, None]).reshape(self.b, self.h, self.n)
         self.queries = Queries(projected.query, largest)
         factor = rearrange(unit_and_factor(projected.key)[1], "b n h 1 -> b h n")

@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.layers.backend import keeps_only_named_values, transposes_gradients_of_products
+from meliad_like.layers.backend import keeps_only_named_values, sums_by_products, transposes_before_products
 from meliad_like.layers.sequence import num_parts, own_blocks
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -60,14 +60,21 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     return x.reshape(-1, x.shape[-1])
 
 
+def for_all(x: Float[Array, "..."], batch: tuple[int, ...]) -> Float[Array, "..."]:
+    """`x` for all lanes and blocks: the same along new first axes with the sizes `batch`."""
+    if not sums_by_products():
+        return jnp.broadcast_to(x, (*batch, *x.shape))
+    return jnp.tensordot(jnp.ones(batch, x.dtype), x, axes=0)
+
+
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
-    """`x @ kernel`; on a CPU the gradient for a kernel with more rows than columns is computed as its transpose.
+    """`x @ kernel`; on a CPU factors of the kernel's gradient are transposed (`transposes_before_products`).
 
     With a `dtype`, both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
     not. A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms
     only a rounded product is such a function.
     """
-    if dtype is None and not transposes_gradients_of_products():
+    if dtype is None and not transposes_before_products():
         return x @ kernel
     return _product(x, kernel, dtype)
 
@@ -83,11 +90,13 @@ def _product_forward(x, kernel, dtype):
 
 def _product_backward(dtype, saved, cotangent):
     x, kernel = saved
-    if kernel.shape[0] > kernel.shape[1] and transposes_gradients_of_products():
-        # The barrier keeps XLA from undoing this.
-        kernel_cotangent = jax.lax.optimization_barrier(cotangent.T @ x).T
-    else:
+    if not transposes_before_products():
         kernel_cotangent = x.T @ cotangent
+    # The barriers keep XLA from undoing the transpositions.
+    elif kernel.shape[0] > kernel.shape[1]:
+        kernel_cotangent = jax.lax.optimization_barrier(jax.lax.optimization_barrier(cotangent.T) @ x).T
+    else:
+        kernel_cotangent = jax.lax.optimization_barrier(x.T) @ cotangent
     return _rounded_product(cotangent, kernel.T, dtype), kernel_cotangent
 
 
