@@ -194,7 +194,7 @@ class TokenHeads(nnx.Module):
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
             placed_key=cache.key if cache.placed_key is None else cache.placed_key,
             value=cache.value,
-            bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1), 0, 1),
+            bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1, mode="clip"), 0, 1),
             seen=seen | (not self.mask_empty_cache),
         )
         cache = TokenCache(
