@@ -35,7 +35,8 @@ BATCH_SIZE = COMMAND.integer("batch_size", 8, "Number of texts that are read in 
 FIRST_TOKENS = COMMAND.bool(
     "first_tokens",
     False,
-    "Read an end of document before each document, as the harness's own adapters do. For models trained so.",
+    "Read an end of document before each document and in place of an empty context, as the harness's own adapters do. "
+    "For models trained so.",
 )
 LOG_SAMPLES = COMMAND.bool("log_samples", False, "Write the items with the model's answers to --output, too.")
 OUTPUT = COMMAND.string("output", None, "JSON file for the results.")

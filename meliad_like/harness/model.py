@@ -91,9 +91,10 @@ class HarnessModel(TemplateLM):
         Args:
           checkpoint, step, gin_params: the arguments of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
-          first_tokens: whether the end-of-document token is read before every document, so that the document's first
-            token has a probability too. The harness's own adapters do this. The models trained here have never read
-            that token, and their evaluation doesn't count first tokens; GPT-2 and others were trained with it.
+          first_tokens: whether the end-of-document token is read before every document and in place of an empty
+            context, so that the first token has a probability too. The harness's own adapters do this. The models
+            trained here have never read that token, and their evaluation doesn't count first tokens; GPT-2 and others
+            were trained with it.
         """
         super().__init__()
         is_open = isinstance(checkpoint, LanguageModel)

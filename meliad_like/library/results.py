@@ -85,8 +85,8 @@ class Score:
     tokens: Int[np.ndarray, " n"]
     log_probabilities: Float[np.ndarray, " n"]
     """The natural logarithm of each token's probability after all tokens before it. The first token of a document,
-    which nothing precedes, has none: NaN. Together the probabilities of all ids are 1, also of those that are never
-    written."""
+    which nothing precedes, has none: NaN. Nor has the first one after a generated end of document, which is left out.
+    Together the probabilities of all ids are 1, also of those that are never written."""
     num_bytes: int
     """The number of bytes of the text in UTF-8; if tokens were given, of what they decode to."""
     _read: Callable[[], State] = dataclasses.field(repr=False)
