@@ -163,7 +163,7 @@ def attend(
         # A query's largest visible bias is subtracted, which changes no weight of a softmax: so scores that compete for
         # the largest weights differ by more than float32 rounds them to, at any scale.
         largest = _largest(bias if mask is None else jnp.where(mask, bias, MASKED))
-        scores += for_all(bias, scores.shape[: scores.ndim - bias.ndim]) - largest
+        scores += for_all(bias, scores.shape) - largest
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
     weights, total = weigh(scores, values[0].dtype, multiplier)
@@ -224,7 +224,7 @@ def attend_window(
     largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(within_block, by_column, MASKED)))
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
     scores = jnp.where(within_block, scores_with(key), scores_with(previous_key))
-    scores = jnp.where(within_block | valid, scores + (for_all(by_column, scores.shape[:2]) - largest), MASKED)
+    scores = jnp.where(within_block | valid, scores + (for_all(by_column, scores.shape) - largest), MASKED)
     weights, total = weigh(scores, value.dtype, multiplier)
     mixed = mix(jnp.where(within_block, 0, weights), previous_value) + mix(jnp.where(within_block, weights, 0), value)
     return average(mixed, total, value.dtype)

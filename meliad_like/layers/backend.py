@@ -27,9 +27,9 @@ def transposes_before_products() -> bool:
 
 
 def sums_by_products() -> bool:
-    """CPU: the gradient of what all lanes and blocks share is their sum as a product with ones.
+    """CPU: the gradient of biases of scores and of filters, which all lanes share, is a sum as a product with ones.
 
-    XLA's own sum over the first axes of a large array takes forty times as long (jaxlib 0.10.2).
+    XLA's own sum over the first axes of a large array takes up to forty times as long (jaxlib 0.10.2).
     """
     return platform() == "cpu"
 

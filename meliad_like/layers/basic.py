@@ -60,8 +60,9 @@ def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     return x.reshape(-1, x.shape[-1])
 
 
-def for_all(x: Float[Array, "..."], batch: tuple[int, ...]) -> Float[Array, "..."]:
-    """`x` for all lanes and blocks: the same along new first axes with the sizes `batch`."""
+def for_all(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """`x`, which all lanes, blocks or tokens share, with the first axes of `shape` that it lacks."""
+    batch = shape[: max(len(shape) - x.ndim, 0)]
     if not sums_by_products():
         return jnp.broadcast_to(x, (*batch, *x.shape))
     return jnp.tensordot(jnp.ones(batch, x.dtype), x, axes=0)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.layers.basic import for_all
 from meliad_like.layers.sequence import from_left
 
 
@@ -24,7 +25,7 @@ def convolve(
     result = jnp.zeros(inputs.shape, jnp.float32)
     for i in range(length):
         same = padded_document[:, i : i + n] == document
-        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * filters[i]
+        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * for_all(filters[i], inputs.shape)
     return result
 
 
