@@ -27,7 +27,7 @@ def transposes_before_products() -> bool:
 
 
 def sums_by_products() -> bool:
-    """CPU: the gradient of biases of scores and of filters, which all lanes share, is a sum as a product with ones.
+    """CPU: the gradients of filters and of biases of scores, which all lanes share, are sums as products with ones.
 
     XLA's own sum over the first axes of a large array takes up to forty times as long (jaxlib 0.10.2).
     """

@@ -69,7 +69,7 @@ def for_all(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "...
 
 
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
-    """`x @ kernel`; on a CPU factors of the kernel's gradient are transposed (`transposes_before_products`).
+    """`x @ kernel`; on a CPU a factor of the kernel's gradient is transposed (`transposes_before_products`).
 
     With a `dtype`, both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
     not. A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms
