@@ -41,7 +41,10 @@ setup(
     entry_points={
         "console_scripts": ["meliad_like = meliad_like.__main__:main"],
         # Modules that register kinds when they are imported (meliad_like/registry.py).
-        "meliad_like.kinds": ["ancient_history = meliad_like.history.config"],
+        "meliad_like.kinds": [
+            "ancient_history = meliad_like.history.config",
+            "memory_tasks = meliad_like.studies.memory_source",
+        ],
     },
     extras_require={
         "base": [],  # so that launch/environment.sh always names an extra

@@ -22,10 +22,10 @@ from absl import app, flags
 from einops import rearrange
 from jax.experimental import topologies
 
+from meliad_like.kernels.window_gpu import attend_window_in_kernel
+from meliad_like.kernels.window_gpu_programs import Tiling, Tilings
+from meliad_like.kernels.window_tpu import Projected
 from meliad_like.layers.attention import attend_window, unit
-from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu import attend_window_in_kernel
-from meliad_like.layers.attention_kernel_gpu_programs import Tiling, Tilings
 from meliad_like.layers.basic import kept_by_dropout, multiplier_of
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 

@@ -16,7 +16,7 @@ import numpy as np
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
+from meliad_like.kernels.window_tpu import Projected, attend_window_in_kernel
 from meliad_like.planning.topology import open_topology
 
 TOPOLOGY = flags.DEFINE_string("topology", "v6e:2x2", "A slice; one of its chips is used.")

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import meliad_like
-from meliad_like.data.memory_source import ANSWERS, PAIRS, VALUES, Cell, MemoryTasksSource
 from meliad_like.data.token_store import TokenStore
+from meliad_like.studies.memory_source import ANSWERS, PAIRS, VALUES, Cell, MemoryTasksSource
 from meliad_like.tables import Table
 
 DISTANCES = (1, 2)

@@ -55,13 +55,13 @@ def one_run(task: str, row: str, seed: str) -> None:
     """Trains, then evaluates: as trained and, with a recurrent layer, with states cleared at each segment or block."""
     from meliad_like import config
     from meliad_like.data.token_store import TokenStore
-    from meliad_like.evaluation.interventions import cleared
     from meliad_like.evaluation.perplexity import Evaluator
     from meliad_like.mesh import make_mesh
     from meliad_like.models.decoder import DecoderConfig
     from meliad_like.models.model import Model
     from meliad_like.run.opening import open_checkpoint
     from meliad_like.run.training import train
+    from meliad_like.studies.interventions import cleared
 
     folder = Path(FOLDER.value)
     store = TokenStore(folder / "stores" / task)

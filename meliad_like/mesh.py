@@ -3,7 +3,7 @@
 The axes `data` and `fsdp` shard the lanes; `fsdp` also shards every parameter along the model width, and `tensor` along
 heads, feed-forward width and vocabulary. Arrays have a `NamedSharding`; the compiler derives intermediate layouts,
 except for the few that the model prescribes (`layers.sharding.constrain`) and for `sequence`, which shards the tokens
-of a segment (`layers/sequence.py`): parameters, carry and batch are replicated along it.
+of a segment (`layers/sharding.py`): parameters, carry and batch are replicated along it.
 
 Along `data` and `sequence` there are copies of the parameters. Each updates its share of them, for which alone it holds
 the optimizer state, and the new parameters are gathered (Xu et al. 2020, Automatic cross-replica sharding of weight

@@ -65,9 +65,9 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
     from rich.console import Console
 
     from meliad_like.config import differences, with_changes
-    from meliad_like.config.shrinking import shrink
     from meliad_like.data.files_source import StandardLibrarySource, TextSource
     from meliad_like.data.preparation import prepare
+    from meliad_like.run.shrinking import shrink
     from meliad_like.tables import Table
 
     try:

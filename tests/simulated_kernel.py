@@ -14,9 +14,9 @@ import test_attention_kernel as of_window
 import test_attention_kernel_states as of_states
 from jax.experimental.pallas import tpu as pltpu
 
-from meliad_like.layers import attention_kernel, memory_kernel
-from meliad_like.layers.attention_kernel import Projected, attend_window_in_kernel
-from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_unit_in_kernel
+from meliad_like.kernels import memory_tpu, window_tpu
+from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
+from meliad_like.kernels.window_tpu import Projected, attend_window_in_kernel
 from meliad_like.layers.basic import kept_by_dropout
 from meliad_like.layers.memory_search import Lookup, Memory, Operations, read_segment
 
@@ -50,7 +50,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
         results = [of_states.outputs_and_gradients(attend, *inputs) for attend in attends]
     elif subject == "memory":
         memory = Memory(*(normal(B, h, 4 * w, k) for _ in range(2)))
-        memory_kernel.SLOTS, memory_kernel.QUERIES = 2 * w, w // 2
+        memory_tpu.SLOTS, memory_tpu.QUERIES = 2 * w, w // 2
         query, key, value, cotangent = (normal(B, C, h, w, k) for _ in range(4))
         positions = jnp.asarray([[3 * w, 4 * w], [w, 0]])
 
@@ -59,7 +59,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
             outputs, pull_back = jax.vjp(lambda x: read_segment(lookup, 1, x, key, value, memory, positions), query)
             return outputs, pull_back((cotangent, memory))
 
-        results = list(map(outputs_and_gradient, (memory_kernel.operations(simulation), Operations())))
+        results = list(map(outputs_and_gradient, (memory_tpu.operations(simulation), Operations())))
     else:
         projected = Projected(*(normal(B, n, h * k) for n in (C * w, C * w, C * w, w, w)))
         arguments = {
@@ -81,7 +81,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
 def break_it() -> None:
     """Lets the cores divide the lanes of a head among them, although all lanes add to the same gradients."""
     params = pltpu.CompilerParams
-    attention_kernel.pltpu.CompilerParams = lambda dimension_semantics, **options: params(
+    window_tpu.pltpu.CompilerParams = lambda dimension_semantics, **options: params(
         dimension_semantics=("parallel", "parallel", "arbitrary"), **options
     )
 

@@ -12,11 +12,11 @@ from einops import rearrange
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from meliad_like.errors import UserError
+from meliad_like.kernels.registry import KERNELS
+from meliad_like.kernels.window_gpu_programs import Tiling, Tilings
+from meliad_like.kernels.window_tpu import Projected
 from meliad_like.layers.attention import attend_window, unit
-from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.attention_kernel_gpu_programs import Tiling, Tilings
 from meliad_like.layers.basic import kept_by_dropout, multiplier_of
-from meliad_like.layers.kernels import KERNELS
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model

@@ -10,8 +10,8 @@ import pytest
 from decoders import gradient_over_segments
 from test_attention_kernel import mean_square, trace
 
+from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit
-from meliad_like.layers.attention_kernel_states import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from einops import rearrange
 
+from meliad_like.kernels.registry import KERNELS
+from meliad_like.kernels.window_tpu import Projected
 from meliad_like.layers.attention import KeysAndValues, attend, attend_unit, attend_window, unit
-from meliad_like.layers.attention_kernel import Projected
-from meliad_like.layers.kernels import KERNELS
 from meliad_like.layers.memory_search import Hits, Lookup, products
 
 B, C, H, W, K = 2, 2, 2, 16, 8

@@ -18,7 +18,6 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import cleared
 from meliad_like.generation.reading import load_reading, save_reading
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
@@ -28,6 +27,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
 from meliad_like.run.text import carry_identity, encode_prompt, read_document
+from meliad_like.studies.interventions import cleared
 from meliad_like.training.checkpoints import Checkpoints
 
 W, N, V = 4, 16, 257

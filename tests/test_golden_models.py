@@ -15,7 +15,7 @@ from meliad_like.layers.basic import RMSNorm
 from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.mixers.base import At
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.token_heads import TokenCache
+from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule, make_schedule

@@ -12,7 +12,7 @@ from flax import nnx
 from meliad_like.layers.adaptive import AdaptiveVocabulary
 from meliad_like.layers.attention import unit_query
 from meliad_like.layers.basic import Linear, parameter
-from meliad_like.mixers.state_cell import FixedGate
+from meliad_like.mixers.recurrent_states import FixedGate
 from meliad_like.models.decoder import DecoderConfig
 
 COUNT, SMALL = 4096, 0.01

@@ -9,11 +9,12 @@ import pytest
 from gin_parameters import needs
 
 from meliad_like import config
-from meliad_like.config import construction, shrinking
+from meliad_like.config import construction
 from meliad_like.config.bindings import collect
 from meliad_like.history.config import HistorySettings
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
+from meliad_like.run import shrinking
 
 V = 512
 

@@ -20,6 +20,7 @@ LEVELS = [
     {"mesh", "optimization", "trackers"},
     {"models"},
     {"mixers"},
+    {"kernels"},
     {"layers"},
     {"data"},
     {"resumable"},

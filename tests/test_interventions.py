@@ -8,13 +8,13 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like import config
-from meliad_like.evaluation.interventions import KINDS, exchange, losses_after, next_lanes
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies import __main__
+from meliad_like.studies.interventions import KINDS, exchange, losses_after, next_lanes
 
 W, C, V = 4, 2, 32
 LENGTHS = [31, 26, 18]

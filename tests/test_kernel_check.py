@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.layers import attention_kernel
-from meliad_like.layers.kernels import KERNELS
+from meliad_like.kernels import window_tpu
+from meliad_like.kernels.registry import KERNELS
 from meliad_like.mixers import kernel_check
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.kernel_check import kernel_that_works
@@ -51,8 +51,8 @@ def test_a_window_that_is_computed_as_two_is_checked(checked, monkeypatch):
 
 
 def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
-    sheared = attention_kernel._sheared
-    monkeypatch.setattr(attention_kernel, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
+    sheared = window_tpu._sheared
+    monkeypatch.setattr(window_tpu, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
     assert line.startswith("attention kernel: the default is used instead: the window: the error of ")

@@ -9,8 +9,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.layers import linear_recurrence
-from meliad_like.layers.convolution import convolve
-from meliad_like.layers.linear_recurrence import Rule, inverse_of_unit_triangular, read_chunks, read_token
+from meliad_like.layers.linear_recurrence import Rule, convolve, inverse_of_unit_triangular, read_chunks, read_token
 from meliad_like.mixers.mamba2 import Mamba2
 
 B, G, R, K, P = 2, 2, 2, 4, 3

@@ -19,7 +19,6 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.evaluation import interventions
 from meliad_like.layers.windows import toeplitz
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -30,6 +29,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
+from meliad_like.studies import interventions
 
 SIZES = {"num_layers": 3, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 12, "window_length": W}
 SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)

@@ -9,7 +9,8 @@ import pytest
 from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
-from meliad_like.layers import memory_kernel, memory_search
+from meliad_like.kernels import memory_tpu
+from meliad_like.layers import memory_search
 from meliad_like.layers.lanes import choose_carry, with_backup
 from meliad_like.layers.memory_search import (
     Hits,
@@ -129,7 +130,7 @@ def test_search_never_holds_the_scores_of_all_slots():
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 5
 
 
-DEFAULT, KERNELS = Operations(), memory_kernel.operations(interpret=True)
+DEFAULT, KERNELS = Operations(), memory_tpu.operations(interpret=True)
 # Document positions before each block of two lanes: one that continues and then ends, and one that begins later. With
 # six blocks of four tokens and a memory of 16, blocks are replaced within the segment.
 POSITIONS = jnp.array([[20, 24, 28, 32, 0, 4], [8, 0, 4, 8, 12, 16]])
@@ -166,7 +167,7 @@ def read_plainly(lookup, blocks_per_turn, query, key, value, memory, position):
 @pytest.mark.parametrize(("kind", "operations"), [("exact", DEFAULT), ("bucketed", DEFAULT), ("bucketed", KERNELS)])
 def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, monkeypatch):
     for name, size in (("SLOTS", 8), ("QUERIES", 2), ("PART", 1)):
-        monkeypatch.setattr(memory_kernel, name, size)
+        monkeypatch.setattr(memory_tpu, name, size)
     lookup, w, m = Lookup(J, kind, mask_empty, operations), 4, 16
     query, key, value, cotangent = (jnp.asarray(normal(B, 6, H, w, K, seed=seed)) for seed in range(4))
     memory = Memory(*(jnp.asarray(normal(B, H, m, K, seed=seed)) for seed in (4, 5)))

@@ -29,7 +29,6 @@ from ways import (
 
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import cleared, exchange, part_names
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
@@ -50,6 +49,7 @@ from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 from meliad_like.studies import states
+from meliad_like.studies.interventions import cleared, exchange, part_names
 from meliad_like.training.checkpoints import Checkpoints
 
 B, C, V = 8, 8, 64

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from meliad_like import config
-from meliad_like.config.shrinking import shrink
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -15,6 +14,7 @@ from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.run.shrinking import shrink
 
 SIZES = {
     "num_layers": 6,

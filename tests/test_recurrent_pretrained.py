@@ -15,10 +15,10 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained_formats import GPT2, LLAMA
 from meliad_like.data.readers import LanesReader
-from meliad_like.evaluation.interventions import part_names
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
+from meliad_like.studies.interventions import part_names
 
 V, W = 40, 8
 COMMON = {"num_layers": 3, "model_width": 16, "num_heads": 4, "head_size": 4, "feedforward_width": 24}

@@ -14,7 +14,7 @@ from meliad_like.config import parse
 from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import tiled_dropout
-from meliad_like.layers.sequence import from_rightmost, over_sequence, scan_in_order
+from meliad_like.layers.sharding import from_rightmost, over_sequence, scan_in_order
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 from meliad_like.planning.collectives import Module, traffic

@@ -10,11 +10,11 @@ from tiny_run import environment
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
-from meliad_like.config.shrinking import shrink
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.registry import configs_in
+from meliad_like.run.shrinking import shrink
 from meliad_like.smoke import copy_documents, train_until_killed
 
 FILES = config.shipped_files()

@@ -13,9 +13,9 @@ from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
 from meliad_like.config import with_changes
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import cleared
 from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_use
+from meliad_like.studies.interventions import cleared
 from meliad_like.studies.readings import ModelLosses, choose, open_subject, read
 
 __all__ = ["one_device", "runs"]  # fixtures

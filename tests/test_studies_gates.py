@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
 
-from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.state_cell import LstmGate
+from meliad_like.mixers.recurrent_states import LstmGate, RecurrentStates
 from meliad_like.studies import gates
 from meliad_like.studies.gates import Tracer
 from meliad_like.studies.readings import open_subject

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.evaluation.interventions import exchange, part_names
+from meliad_like.studies.interventions import exchange, part_names
 
 W, V = 4, 50
 

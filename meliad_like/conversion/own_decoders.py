@@ -16,8 +16,7 @@ from meliad_like.mixers.base import MIXERS, Shape
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import POSITIONS, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.mixers.token_heads import TokenHeads
+from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import LAYERS
 from meliad_like.models.model import Model

@@ -14,9 +14,7 @@ from meliad_like.registry import Registry, changed_settings, fingerprint, resuma
 from meliad_like.validation import check_choices
 
 SPLITS = ("train", "validation", "test")
-SOURCES = Registry(
-    "source", "meliad_like.data.files_source", "meliad_like.data.records_source", "meliad_like.data.memory_source"
-)
+SOURCES = Registry("source", "meliad_like.data.files_source", "meliad_like.data.records_source")
 Policy = Literal["stop", "skip"]
 
 

@@ -25,7 +25,6 @@ VOCABULARIES = Registry(
     "meliad_like.data.sentencepiece_vocabulary",
     "meliad_like.data.tokenizers_vocabulary",
     "meliad_like.data.dictionary_vocabulary",
-    "meliad_like.data.memory_source",
 )
 SETTINGS_NAME = "vocabulary.json"
 PIECE = 2**16

@@ -18,14 +18,12 @@ from jax.sharding import Mesh
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.run import stages_of
-from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import label
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import VOCABULARIES, saved_vocabulary_config
 from meliad_like.errors import UserError
-from meliad_like.evaluation.memory_map import by_model
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.pictures import draw
@@ -48,6 +46,8 @@ from meliad_like.resumable import locked, write_json
 from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, open_checkpoint, saved_config
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
+from meliad_like.studies.map_tables import by_model
+from meliad_like.studies.memory_source import MemoryTasksSource
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 from meliad_like.training.metrics import read_rows
 

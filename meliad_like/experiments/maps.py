@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.memory_map import accuracies, by_distance, by_model, summary, summary_table, tables
 from meliad_like.evaluation.pictures import draw_map
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import Row
+from meliad_like.studies.map_tables import accuracies, by_distance, by_model, summary, summary_table, tables
 
 PANELS_IN_ROW = 3
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import keeps_only_named_values, sums_by_products, transposes_before_products
-from meliad_like.layers.sequence import num_parts, own_blocks
+from meliad_like.layers.sharding import num_parts, own_blocks
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

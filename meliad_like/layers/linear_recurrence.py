@@ -7,6 +7,8 @@ alpha_t is a decay between 0 and 1, one for a head or one for each channel of it
 delta rule and Kimi Delta Attention are of this form (Dao & Gu 2024, section 6; Yang et al. 2024, section 3.2; Kimi
 Linear 2025). In shapes `g` is the number of groups of heads that share queries and keys, `p` the size of a value, and
 `e` is 1 with a decay for each head, and `k` with one for each channel.
+
+The short causal convolution of such a layer's inputs is here as well.
 """
 
 import functools
@@ -22,7 +24,8 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles
-from meliad_like.layers.sequence import scan_in_order
+from meliad_like.layers.basic import for_all
+from meliad_like.layers.sharding import from_left, scan_in_order
 
 
 class Rule(NamedTuple):
@@ -323,3 +326,48 @@ def inverse_softplus_step(key, shape, dtype):
     """Initial biases of a decay's step, as in Mamba-2: softplus of them is log-uniform between 0.001 and 0.1."""
     step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(0.001), math.log(0.1)))
     return step + jnp.log(-jnp.expm1(-step))
+
+
+def convolve(
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+    start: Bool[Array, "b c"],
+) -> Float[Array, "b n channels"]:
+    """A causal convolution of every channel, which sees no token of another document; sums and result are float32.
+
+    `recent` are the inputs of the tokens before, one fewer than filters; the last filter is that of the token itself.
+    """
+    n, length = inputs.shape[1], len(filters)
+    padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)
+    # The number of documents that have begun up to each token: tokens of other documents have other numbers.
+    document = jnp.repeat(jnp.cumsum(start, axis=1), n // start.shape[1], axis=1)
+    padded_document = jnp.pad(document, ((0, 0), (length - 1, 0)))
+    result = jnp.zeros(inputs.shape, jnp.float32)
+    for i in range(length):
+        same = padded_document[:, i : i + n] == document
+        result += jnp.where(same[..., None], padded[:, i : i + n], 0) * for_all(filters[i], inputs.shape)
+    return result
+
+
+def convolve_segment(
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+    start: Bool[Array, "b c"],
+) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
+    """`convolve` for a device's tokens of a segment, and the inputs of the last tokens, for the next segment. `recent`
+    are the inputs of the last tokens before the whole segment."""
+    newest = inputs[:, inputs.shape[1] - recent.shape[1] :].astype(recent.dtype)
+    (before,) = from_left((newest,), (recent,))
+    return convolve(inputs, before, filters, start), newest
+
+
+def convolve_token(
+    inputs: Float[Array, "b 1 channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+) -> tuple[Float[Array, "b 1 channels"], Float[Array, "b recent channels"]]:
+    """As `convolve_segment`, for one token of the same document."""
+    window = jnp.concatenate([recent, inputs], axis=1)
+    return jnp.sum(window.astype(jnp.float32) * filters, axis=1, keepdims=True), window[:, 1:]

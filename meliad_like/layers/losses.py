@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.backend import looks_up_logits_of_targets
 from meliad_like.layers.basic import SOFTMAX
-from meliad_like.layers.sequence import num_parts
+from meliad_like.layers.sharding import num_parts
 
 
 class TokenLosses(NamedTuple):

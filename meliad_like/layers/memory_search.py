@@ -120,7 +120,7 @@ def _recall(memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]) -> Flo
 
 
 class Operations(NamedTuple):
-    """The functions that go through a memory; kernels may take their place (`layers/memory_kernel.py`)."""
+    """The functions that go through a memory; kernels may take their place (`kernels/memory_tpu.py`)."""
 
     search: Callable[..., Hits] = search
     products: Callable[..., Array] = products

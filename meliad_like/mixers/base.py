@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import own_blocks
+from meliad_like.layers.sharding import own_blocks
 from meliad_like.mixers.positions import PositionConfig
 from meliad_like.registry import Registry, size
 

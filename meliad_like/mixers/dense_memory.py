@@ -19,8 +19,7 @@ from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
-from meliad_like.mixers.sliding_window import tokens_of
-from meliad_like.mixers.token_heads import TokenHeads
+from meliad_like.mixers.sliding_window import TokenHeads, tokens_of
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 

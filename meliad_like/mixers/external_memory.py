@@ -12,10 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.kernels.registry import kernel_of_memory
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.kernels import kernel_of_memory
 from meliad_like.layers.memory_search import (
     Backup,
     Lookup,
@@ -28,8 +28,7 @@ from meliad_like.layers.memory_search import (
     remember_block,
 )
 from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
-from meliad_like.mixers.sliding_window import WindowAttention, tokens_of, window_traits
-from meliad_like.mixers.token_heads import TokenCache
+from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, tokens_of, window_traits
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 

@@ -26,11 +26,12 @@ from jaxtyping import Array, Float
 
 from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
-from meliad_like.layers.convolution import convolve_segment, convolve_token
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
     check_chunks,
+    convolve_segment,
+    convolve_token,
     flops_of_rule,
     inverse_softplus_step,
     log_uniform_rate,

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from meliad_like.kernels.registry import kernel_of_platform
 from meliad_like.layers.backend import platform
-from meliad_like.layers.kernels import kernel_of_platform
 from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
 

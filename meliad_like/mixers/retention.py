@@ -25,7 +25,7 @@ from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, p
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import Rule, check_chunks, flops_of_rule, read_chunks, read_token
 from meliad_like.layers.positions import rotate, wavelengths
-from meliad_like.layers.sequence import num_parts, own_blocks
+from meliad_like.layers.sharding import num_parts, own_blocks
 from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits
 from meliad_like.registry import size
 from meliad_like.validation import check_positive

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, parameter
-from meliad_like.layers.convolution import convolve_segment, convolve_token
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import scan_in_order
+from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token
+from meliad_like.layers.sharding import scan_in_order
 from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive

@@ -1,21 +1,222 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import attend, attend_window, merge_heads
+from meliad_like.kernels.registry import KERNELS
+from meliad_like.kernels.states_tpu import ProjectedKeys
+from meliad_like.kernels.window_tpu import Projected
+from meliad_like.layers.attention import KeysAndValues, attend, attend_window, merge_heads, scaled, split_heads
 from meliad_like.layers.backend import platform
-from meliad_like.layers.basic import kept_by_dropout, multiplier_of
+from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.kernels import KERNELS
+from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
-from meliad_like.mixers.token_heads import Tile, TokenCache, TokenHeads, TokenTile
+from meliad_like.mixers.positions import NoPosition, Position
 from meliad_like.registry import size
+
+
+class TokenCache(NamedTuple):
+    """The keys and values of a layer's last `w` tokens as a ring: column `s` holds the last with block offset `s`."""
+
+    key: Float[Array, "b h w k"]
+    """Keys as the position strategy keeps them: of unit length, but unnormalised with infused positions."""
+    value: Float[Array, "b h w k"]
+    position: Int[Array, " b"]
+    """The number of tokens of the document that have been read."""
+    placed_key: Float[Array, "b h w k"] | None = None
+    """While decoding, if positions change keys: the keys with their places in the tile of the current block."""
+
+
+class Tile(NamedTuple):
+    """The queries of each block, and the keys and values of the block and of the block before it."""
+
+    query: Float[Array, "b c h w k"]
+    """Queries of unit length times the attention scale, without positions."""
+    before: KeysAndValues
+    """Keys of unit length, without positions, and values of the block before. It is visible if it belongs to the same
+    document, or if empty places are not masked."""
+    block: KeysAndValues
+    """Keys of unit length, without positions, and values of the block itself."""
+    positions: Int[Array, "b c"]
+    """The number of tokens of the document before each block."""
+    placed_query: Float[Array, "b c h w k"]
+    """Queries with positions; the keys of the next two fields have them, too."""
+    placed_key: Float[Array, "b c h w k"]
+    placed_previous_key: Float[Array, "b c h w k"]
+    bias: Float[Array, "h w"]
+    """The bias of the scores at the distances 1 to w, times the attention scale."""
+    projected: Projected
+    """Queries, keys and values as they are projected, for a kernel."""
+
+
+class TokenTile(NamedTuple):
+    """The query of one token of every lane, and the keys and values of the ring of tokens before it."""
+
+    query: Float[Array, "b h 1 k"]
+    """Queries of unit length times the attention scale, without positions."""
+    placed_query: Float[Array, "b h 1 k"]
+    placed_key: Float[Array, "b h w k"]
+    value: Float[Array, "b h w k"]
+    bias: Float[Array, "b h w"]
+    """The bias by column of the ring."""
+    seen: Bool[Array, "b w"]
+    """The visible columns: tokens of the document, or zeros of an empty cache that are not masked."""
+
+
+class TokenHeads(nnx.Module):
+    """Keys, values and queries of a layer's tokens, the attention scale of each head, and the position strategy."""
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True, attention_scale: float = 1.0):
+        self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
+        self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.has_kernel
+        d, inner = shape.model_width, shape.inner_width
+        self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
+        scale = jax.nn.initializers.constant(attention_scale)
+        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
+        position = shape.position if with_positions else NoPosition()
+        self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
+
+    @staticmethod
+    def flops(shape: Shape) -> Flops:
+        """The operations of the projections of one token."""
+        return Flops.of_products(2 * shape.model_width * 3 * shape.inner_width)
+
+    def init_cache(self, b: int, dtype) -> TokenCache:
+        """An empty cache."""
+        empty = jnp.zeros((b, self.num_heads, self.w, self.head_size), dtype)
+        return TokenCache(empty, empty, jnp.zeros((b,), jnp.int32))
+
+    @property
+    def scale(self) -> Float[Array, " h"]:
+        """The attention scale of each head: the absolute value of its parameter."""
+        return jnp.abs(self.attention_scale[...])
+
+    def bias(self, longest: int) -> Float[Array, "h longest"]:
+        """The bias at the distances 1 to `longest`, times the attention scale, which multiplies the bias as well."""
+        return self.position.bias(self.num_heads, longest) * self.scale[:, None]
+
+    def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
+        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`. What is not
+        used of the result is not computed in a compiled program."""
+        key, value, query = self.project(y)
+        return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
+
+    def project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
+        """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
+        return self._kept(self.key(y), self.value(y), self.query(y))
+
+    def _kept(self, *projected: Float[Array, "b n i"]) -> tuple[Float[Array, "b h n k"], ...]:
+        key, value, query = (split_heads(x, self.num_heads) for x in projected)
+        return self.position.kept(key), value, self.position.kept(query)
+
+    def tile(self, y: Float[Array, "b n d"], at: At, cache: TokenCache) -> tuple[Tile, TokenCache]:
+        """The heads of a segment, from the layer's input after its norm, and the cache after the segment."""
+        projected = self.key(y), self.value(y), self.query(y)
+        # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
+        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
+        last_key, last_value = key[:, -1], value[:, -1]
+        if self.for_kernel:
+            # Computed by itself, so that the other blocks' keys get unit length only in the kernel.
+            last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
+        before_key, before_value = from_left((last_key, last_value), (cache.key, cache.value))
+        positions, read = at.count(cache.position, self.w)
+        previous_valid = positions > 0
+        previous_key, previous_value = _block_before(key, before_key), _block_before(value, before_value)
+        if not self.mask_empty_cache:
+            empty = ~previous_valid[:, :, None, None, None]
+            previous_key, previous_value = jnp.where(empty, 0, previous_key), jnp.where(empty, 0, previous_value)
+            previous_valid = jnp.ones_like(previous_valid)
+        of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
+        before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
+        tile = Tile(
+            query=scaled(self.position.plain(query), self.attention_scale),
+            before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
+            block=KeysAndValues(self.position.plain(key), value),
+            positions=positions,
+            placed_query=self.placed_query(query, block),
+            placed_key=self.placed_key(key, block),
+            placed_previous_key=self.placed_key(previous_key, before),
+            bias=self.bias(self.w),
+            projected=Projected(projected[2], *projected[:2], *of_before),
+        )
+        return tile, TokenCache(last_key, last_value, read)
+
+    def projected_keys(self, tile: Tile) -> tuple[ProjectedKeys, ProjectedKeys]:
+        """Keys and values of the block before and of the block, as they are projected, for a kernel: [c, b, w, i]."""
+        positions, projected = tile.positions.T, tile.projected
+
+        def with_before(x, cached):
+            blocks = rearrange(x, "b (c w) i -> c b w i", w=self.w)
+            before = jnp.concatenate([cached[None], blocks[:-1]])
+            return blocks, before if self.mask_empty_cache else jnp.where(positions[:, :, None, None] > 0, before, 0)
+
+        key, key_before = with_before(projected.key, projected.before_key)
+        value, value_before = with_before(projected.value, projected.before_value)
+        visible = positions > 0 if self.mask_empty_cache else None
+        from_cache = jnp.broadcast_to(np.arange(len(positions))[:, None] == 0, positions.shape)
+        return ProjectedKeys(key_before, value_before, visible, from_cache), ProjectedKeys(key, value)
+
+    def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
+        """Queries with their positions (`Position.placed`), times the attention scale."""
+        return scaled(self.position.placed(kept, place, self.query), self.attention_scale)
+
+    def placed_key(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
+        """Keys with their positions (`Position.placed`)."""
+        return self.position.placed(kept, place, self.key)
+
+    def keys_and_values(self, cache: TokenCache, visible: Bool[Array, " b"] | None = None) -> KeysAndValues:
+        """The cache's keys of unit length, without positions, and its values."""
+        return KeysAndValues(self.position.plain(cache.key), cache.value, visible)
+
+    def begin_block(self, cache: TokenCache) -> TokenCache:
+        """The cache before the first token of a block is decoded: the keys get the places of the block before."""
+        if not self.position.changes_keys:
+            return cache
+        return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
+
+    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
+        """The heads of one token of every lane, and the cache with it."""
+        key, value, query = self.project(y[:, None])
+        offset, lanes = cache.position % self.w, jnp.arange(y.shape[0])
+        place, placed = (self.w + offset)[:, None, None], cache.placed_key
+        if placed is not None:
+            placed = placed.at[lanes, :, offset].set(self.placed_key(key, place)[:, :, 0])
+        # The distance of the token in ring column s is (offset - s - 1) % w + 1.
+        column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
+        seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
+        tile = TokenTile(
+            query=scaled(self.position.plain(query), self.attention_scale),
+            placed_query=self.placed_query(query, place),
+            # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
+            placed_key=cache.key if cache.placed_key is None else cache.placed_key,
+            value=cache.value,
+            bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1, mode="clip"), 0, 1),
+            seen=seen | (not self.mask_empty_cache),
+        )
+        cache = TokenCache(
+            key=cache.key.at[lanes, :, offset].set(key[:, :, 0]),
+            value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
+            position=cache.position + 1,
+            placed_key=placed,
+        )
+        return tile, cache
+
+
+def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
+    """The block before each block; for the first block, the cached one."""
+    # Not a slice and a concatenation, which are two copies on a TPU, and as many in the backward pass.
+    unpadded = (0, 0, 0)
+    moved = jax.lax.pad(blocks, jnp.zeros((), blocks.dtype), (unpadded, (1, -1, 0), *[unpadded] * 3))
+    is_first = jnp.arange(blocks.shape[1])[:, None, None, None] == 0
+    return jnp.where(is_first, cached.astype(blocks.dtype)[:, None], moved)
 
 
 class WindowAttention(Mixer):

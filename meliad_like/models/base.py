@@ -147,7 +147,7 @@ class ModelConfig:
     @property
     def memory_name(self) -> str | None:
         """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing. A decoder's carry
-        has the memories of its mixers instead (`evaluation/interventions.py`)."""
+        has the memories of its mixers instead (`studies/interventions.py`)."""
         return None
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":

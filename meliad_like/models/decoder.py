@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.sequence import num_parts
-from meliad_like.layers.sharding import constrain
+from meliad_like.layers.sharding import constrain, num_parts
 from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
@@ -55,7 +54,7 @@ class DecoderConfig(ModelConfig):
     """The kinds of layers in which things happen in another order than in the standard layer."""
     attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
-    (`layers/kernels.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
+    (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
     the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""

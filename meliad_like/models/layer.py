@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import MIXERS, Carry, Mixer, Shape, StatesConfig, Traits
-from meliad_like.mixers.token_heads import TokenCache
+from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.registry import Registry, size
 
 LAYERS = Registry("kind of layer", "meliad_like.models.melodi")

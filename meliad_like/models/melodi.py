@@ -25,7 +25,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.windows import SequenceMix, toeplitz
 from meliad_like.mixers.base import Shape, Traits, layer_indices
 from meliad_like.mixers.positions import POSITIONS
-from meliad_like.mixers.token_heads import TokenCache, TokenHeads
+from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.layer import LAYERS, Layer, LayerConfig, ResidualFeedForward, Stream
 from meliad_like.registry import size
 from meliad_like.validation import check_positive

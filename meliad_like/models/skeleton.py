@@ -18,8 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from meliad_like.layers.basic import rematerialise, rematerialise_iteration
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
-from meliad_like.layers.sequence import from_rightmost, num_parts, over_sequence
-from meliad_like.layers.sharding import constrain
+from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import At, count_by_block
 from meliad_like.models.base import ModelConfig
 from meliad_like.models.layer import Stream

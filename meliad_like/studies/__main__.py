@@ -18,7 +18,7 @@ from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 STUDIES = ("compare", "memory_use", "context_curve", "gates", "continuations", "memory_map")
 
 KINDS = ("shuffled", "earlier", "cleared", "frozen")
-"""The interventions of memory_use, as in `meliad_like/evaluation/interventions.py`, whose import takes seconds."""
+"""The interventions of memory_use, as in `meliad_like/studies/interventions.py`, whose import takes seconds."""
 
 ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use")
 """The studies that read all documents by default, because their figures are means over documents."""

@@ -5,12 +5,12 @@ import math
 import pandas as pd
 
 from meliad_like.config import with_changes
-from meliad_like.data.memory_source import MemoryTasksSource
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import cleared
-from meliad_like.evaluation.memory_map import accuracies, by_model, summary, summary_table, tables
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
+from meliad_like.studies.interventions import cleared
+from meliad_like.studies.map_tables import accuracies, by_model, summary, summary_table, tables
+from meliad_like.studies.memory_source import MemoryTasksSource
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import Selection, StudyRequest, Subject, choose, make_reader, open_subject
 

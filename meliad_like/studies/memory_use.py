@@ -11,8 +11,8 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.evaluation.report import with_progress
+from meliad_like.studies.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.studies.loss_sums import LossSums
 from meliad_like.studies.page import write_page
 from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read

@@ -12,8 +12,8 @@ import pandas as pd
 
 from meliad_like import config
 from meliad_like.config import RunConfig, about, shipped_files, with_changes
-from meliad_like.config.shrinking import Divisors
 from meliad_like.errors import UserError
+from meliad_like.run.shrinking import Divisors
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What each program of the kernels for NVIDIA GPUs computes (`layers/attention_kernel_gpu.py`).
+"""What each program of the kernels for NVIDIA GPUs computes (`kernels/window_gpu.py`).
 
 A program computes one tile of queries (or, for the gradients of keys and values, of keys) of one head and lane, and
 goes through the tiles that meet it in the band. Where a document begins, the loop is shorter.
@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.window_tpu import matrix_product
 from meliad_like.layers.attention import LOWEST, unit_and_factor
-from meliad_like.layers.attention_kernel import matrix_product
 
 SQUARES = 8
 """The number of squares along a side of a tile, for the gradient of the bias."""

@@ -26,8 +26,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.kernels.window_wide import Passes, attend_wide_window
 from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
-from meliad_like.layers.attention_kernel_wide import Passes, attend_wide_window
 from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 
@@ -93,7 +93,7 @@ def attend_window_in_kernel(
         kept, dropout_rate: the weights that dropout keeps, and its rate; None: all.
         mask_previous: whether a block before that is not valid is masked; otherwise its keys and values are 0.
         rows: the number of queries in each row of the ring; a divisor of `w`. None: 128, or `w` if 128 is none.
-        widest: a wider window is computed as several (`attention_kernel_wide.py`), best of a length near this one.
+        widest: a wider window is computed as several (`window_wide.py`), best of a length near this one.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
     w = bias.shape[1]

@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.layers import attention_kernel, attention_kernel_gpu, attention_kernel_states, memory_kernel
-from meliad_like.layers.attention_kernel_gpu import HEAD_SIZES, SMALLEST_TILE
+from meliad_like.kernels import memory_tpu, states_tpu, window_gpu, window_tpu
+from meliad_like.kernels.window_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
 
-ROWS = attention_kernel.ROWS
+ROWS = window_tpu.ROWS
 
 
 class Kernel(NamedTuple):
     """The kernels of a platform, and where they run."""
 
     attend: Callable[..., Array]
-    """Attention to the window; the arguments are those of `attention_kernel.attend_window_in_kernel`."""
+    """Attention to the window; the arguments are those of `window_tpu.attend_window_in_kernel`."""
     attend_states: Callable[..., Array] | None
-    """Attention of and to states, as `attention_kernel_states.attend_unit_in_kernel`; None: without a kernel."""
+    """Attention of and to states, as `states_tpu.attend_unit_in_kernel`; None: without a kernel."""
     memory: Operations | None
     """A search of memories by bucket, and attention to what it has found; None: without a kernel."""
     platform: str | None
@@ -37,15 +37,15 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "tpu": Kernel(
-        attention_kernel.attend_window_in_kernel,
-        attention_kernel_states.attend_unit_in_kernel,
-        memory_kernel.operations(),
+        window_tpu.attend_window_in_kernel,
+        states_tpu.attend_unit_in_kernel,
+        memory_tpu.operations(),
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
         f"a TPU, and a window and heads of multiples of {ROWS}",
     ),
     "gpu": Kernel(
-        attention_kernel_gpu.attend_window_in_kernel,
+        window_gpu.attend_window_in_kernel,
         None,
         None,
         "gpu",
@@ -53,9 +53,9 @@ KERNELS = {
         f"a GPU, a window that is a multiple of {SMALLEST_TILE}, and heads of one of the sizes {HEAD_SIZES}",
     ),
     "interpreted": Kernel(
-        functools.partial(attention_kernel.attend_window_in_kernel, interpret=True),
-        functools.partial(attention_kernel_states.attend_unit_in_kernel, interpret=True),
-        memory_kernel.operations(interpret=True),
+        functools.partial(window_tpu.attend_window_in_kernel, interpret=True),
+        functools.partial(states_tpu.attend_unit_in_kernel, interpret=True),
+        memory_tpu.operations(interpret=True),
         None,
         lambda w, k: True,
         "",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from meliad_like.data.memory_source import TASKS, Cell
+from meliad_like.studies.memory_source import TASKS, Cell
 from meliad_like.tables import Table
 
 Z = 1.959964

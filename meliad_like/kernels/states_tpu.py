@@ -2,7 +2,7 @@
 without writing scores to memory.
 
 It reads queries, keys and values as the projections write them, with the heads side by side, as the window's kernel
-(`layers/attention_kernel.py`) does. One run of it computes one head: all its queries, in rows of 128, and all its keys.
+(`kernels/window_tpu.py`) does. One run of it computes one head: all its queries, in rows of 128, and all its keys.
 """
 
 import functools
@@ -15,8 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import MASKED, unit
-from meliad_like.layers.attention_kernel import (
+from meliad_like.kernels.window_tpu import (
     VMEM_LIMIT,
     before_unit,
     broadcast_transposed,
@@ -25,6 +24,7 @@ from meliad_like.layers.attention_kernel import (
     scaled_unit,
     sharded_on_mesh,
 )
+from meliad_like.layers.attention import MASKED, unit
 from meliad_like.layers.sharding import MESH_AXES_OF
 
 

@@ -1,5 +1,5 @@
 """Pallas kernels for NVIDIA GPUs (Triton) that compute `attend_window` (`layers/attention.py`) and write no scores to
-memory. Their contract is that of the TPU's kernel (`layers/attention_kernel.py`).
+memory. Their contract is that of the TPU's kernel (`kernels/window_tpu.py`).
 
 They read queries, keys and values as the projections write them, with the heads side by side. The unit length of keys
 is a factor of the columns of the scores, so no keys of unit length are written either.
@@ -21,9 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
-from meliad_like.layers.attention_kernel import Projected, sharded_by_head
-from meliad_like.layers.attention_kernel_gpu_programs import (
+from meliad_like.kernels.window_gpu_programs import (
     Keys,
     Options,
     Queries,
@@ -37,6 +35,8 @@ from meliad_like.layers.attention_kernel_gpu_programs import (
     query_gradient_kernel,
     squares_of,
 )
+from meliad_like.kernels.window_tpu import Projected, sharded_by_head
+from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
 
 SMALLEST_TILE = 64
 """Compiled for a GPU, the window must be a multiple of it, and the head size one of `HEAD_SIZES`."""
@@ -57,7 +57,7 @@ def attend_window_in_kernel(
     interpret: bool = False,
     tilings: Tilings = DEFAULT,
 ) -> Float[Array, "b n i"]:
-    """As `attention_kernel.attend_window_in_kernel`. Tiles divide `rows`, which divides `w`; None: they divide `w`."""
+    """As `window_tpu.attend_window_in_kernel`. Tiles divide `rows`, which divides `w`; None: they divide `w`."""
     tilings = Tilings(*(tiling.dividing(rows or bias.shape[1]) for tiling in tilings))
     kept_share = 1.0 if kept is None else 1.0 - dropout_rate
     options = Options(tilings, kept_share, mask_previous, interpret)

@@ -1,0 +1,1 @@
+"""Kernels: what a platform computes in another way, above the mathematics that they repeat."""
