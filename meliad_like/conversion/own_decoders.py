@@ -1,5 +1,6 @@
 """Our own decoders for Hugging Face's transformers, which reads them with `torch_model.py` in their folder."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -34,6 +35,8 @@ MIXER_SETTINGS: dict[type, Any] = {
     ),
 }
 """The mixers that `torch_model.py` has, and the arguments of their classes there."""
+ONLY_DEFAULTS = [(GatedDeltaRule, name) for name in ("num_key_heads", "key_size", "largest_strength", "norm_epsilon")]
+"""Fields that `torch_model.py` does not read."""
 MODULES = {
     "embedding": "embedding/weight",
     "/heads/": "/",
@@ -55,6 +58,10 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts = [config.needs_segments] if config.needs_segments else []
         parts += [f"layers of the kind {LAYERS.name_of(kind)}" for kind in config.layer_kinds]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
+        for kind, name in ONLY_DEFAULTS:
+            values = [getattr(x, name) for x in (config, *config.mixers) if type(x) is kind]
+            default = next(field.default for field in dataclasses.fields(kind) if field.name == name)
+            parts += [f"{kind.__name__}.{name}={value!r}" for value in values if value != default]
         if (position := POSITIONS.name_of(config.position)) not in POSITION_NAMES:
             parts.append(f"positions of the kind {position}")
     if parts:

@@ -4,7 +4,8 @@ Gated Delta Networks, section 3.1 and equation 10: the state of a head is a matr
 
     S_t = S_{t-1} alpha_t (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t / sqrt(k),
 
-with a decay alpha_t and a writing strength beta_t, both between 0 and 1 and read from the token. Queries, keys and
+with a decay alpha_t between 0 and 1 and a writing strength beta_t between 0 and a largest one, usually 1, which are
+read from the token. With a strength above 1 a state has negative eigenvalues (Grazzi et al. 2025). Queries, keys and
 values pass a short convolution along the document and a SiLU, and queries and keys get unit length; the outputs of a
 head pass an RMS norm and a gate (section 3.3). Segments are read in chunks (`layers/linear_recurrence.py`). The states
 start at zero with every document. Several heads of values may share a query and a key, as in Qwen3-Next.
@@ -17,13 +18,14 @@ the length of the convolution.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
@@ -57,9 +59,6 @@ class DeltaCarry(NamedTuple):
 class DeltaRule(Mixer):
     """Tokens write to and read from matrices. A kind of delta rule has its own decay and gate."""
 
-    epsilon: ClassVar[float] = 1e-6
-    """Of the norm of a head's outputs."""
-
     def __init__(
         self,
         config: "DeltaRuleConfig",
@@ -72,7 +71,7 @@ class DeltaRule(Mixer):
         """`decay` and `gate` are the projections of the layer's input for `log_decay` and `gated`."""
         self.decay, self.gate = decay, gate
         self.config, self.w = config, shape.window_length
-        self.groups, self.head_size = shape.num_heads, shape.head_size
+        self.groups, self.head_size = config.key_shape(shape)
         self.num_heads, self.value_size = config.value_shape(shape)
         d, of_keys, of_values = shape.model_width, self.groups * self.head_size, self.num_heads * self.value_size
         widths = {"query": of_keys, "key": of_keys, "value": of_values}
@@ -115,12 +114,12 @@ class DeltaRule(Mixer):
         of_keys = self.groups * self.head_size
         query, key, value = jnp.split(jax.nn.silu(convolved), [of_keys, 2 * of_keys], axis=-1)
         query, key = (unit(split_heads(y, self.groups)) for y in (query, key))
-        strength = jax.nn.sigmoid(strength.astype(jnp.float32))
+        strength = jax.nn.sigmoid(strength.astype(jnp.float32)) * self.config.largest_strength
         value, strength = split_heads(value, self.num_heads), split_heads(strength, self.num_heads)
         return Rule(query / math.sqrt(self.head_size), key, value, self.log_decay(decay), strength)
 
     def _output(self, y: Float[Array, "b h n p"], gate: Array) -> Float[Array, "b n i"]:
-        y = over_root_mean_square(y, self.epsilon) * self.norm_scale[...]
+        y = over_root_mean_square(y, self.config.norm_epsilon) * self.norm_scale[...]
         return merge_heads(self.gated(y, gate).astype(gate.dtype))
 
     def __call__(self, x, at, carry, dropout_key):
@@ -164,26 +163,37 @@ class DeltaRuleConfig(StatesConfig):
     chunk_length: int = size(64, "fixed")
     """The number of tokens that are read in parallel, a power of two; at most the largest one that divides a block."""
 
+    largest_strength: float = 1.0
+    """The factor on the strength with which a token writes, at most 2: the sigmoid alone is at most 1."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in the norm of a head's outputs."""
+
     def __post_init__(self):
         check_positive(self, ("conv_length",))
+        if not 0 < self.largest_strength <= 2:
+            name = f"{type(self).__name__}.largest_strength"
+            raise UserError(f"{name}={self.largest_strength} must be above 0 and at most 2: states would grow")
         check_chunks(self)
 
     def check(self, shape):
         check_taps(self, shape)
 
+    def key_shape(self, shape: Shape) -> tuple[int, int]:
+        """The number of heads of queries and keys, and their size."""
+        return shape.num_heads, shape.head_size
+
     def value_shape(self, shape: Shape) -> tuple[int, int]:
         """The number of heads of values, and their size."""
-        return shape.num_heads, shape.head_size
+        return self.key_shape(shape)
 
     def width(self, shape):
         return math.prod(self.value_shape(shape))
 
     def flops_of(self, shape: Shape, *, by_channel: bool) -> float:
         """The operations of one token: projections to queries, keys, values and strengths, and the rule."""
-        of_keys, (h, p) = shape.inner_width, self.value_shape(shape)
-        chunk = math.gcd(shape.window_length, self.chunk_length)
-        sizes = chunk, shape.num_heads, h, shape.head_size, p
-        projections = 2 * shape.model_width * (2 * of_keys + h * p + h)
+        (g, k), (h, p) = self.key_shape(shape), self.value_shape(shape)
+        sizes = math.gcd(shape.window_length, self.chunk_length), g, h, k, p
+        projections = 2 * shape.model_width * (2 * g * k + h * p + h)
         return projections + flops_of_rule(*sizes, by_channel=by_channel, corrected=True)
 
     def traits(self, shape):
@@ -194,18 +204,26 @@ class DeltaRuleConfig(StatesConfig):
 class GatedDeltaRule(DeltaRuleConfig):
     """Layers with matrices that are written to by the gated delta rule."""
 
+    num_key_heads: int = size(0, "heads")
+    """The number of heads of queries and keys; 0: `num_heads`."""
+    key_size: int = size(0, "heads")
+    """The size of a query and a key; 0: `head_size`."""
     values_per_key: int = size(1, "fixed")
-    """The number of heads of values that share a query and a key; of the latter there are `num_heads`."""
+    """The number of heads of values that share a query and a key."""
     value_size: int = size(0, "heads")
-    """The size of a value; 0: `head_size`."""
+    """The size of a value; 0: that of a key."""
 
     def __post_init__(self):
         super().__post_init__()
         check_positive(self, ("values_per_key",))
-        check_not_negative(self, ("value_size",))
+        check_not_negative(self, ("num_key_heads", "key_size", "value_size"))
+
+    def key_shape(self, shape):
+        return self.num_key_heads or shape.num_heads, self.key_size or shape.head_size
 
     def value_shape(self, shape):
-        return shape.num_heads * self.values_per_key, self.value_size or shape.head_size
+        g, k = self.key_shape(shape)
+        return g * self.values_per_key, self.value_size or k
 
     def build(self, shape, *, rngs):
         return GatedDeltaRuleMixer(self, shape, rngs=rngs)

@@ -35,8 +35,6 @@ class LowRank(nnx.Module):
 class KimiDelta(DeltaRule):
     """The delta rule with a decay for each channel, and a sigmoid as gate."""
 
-    epsilon = 1e-5
-
     def __init__(self, config: "KimiDeltaAttention", shape: Shape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, LowRank(shape, rngs=rngs), LowRank(shape, rngs=rngs), rngs=rngs)
         channels = (shape.num_heads, shape.head_size)
@@ -53,6 +51,8 @@ class KimiDelta(DeltaRule):
 @MIXERS.register("kimi_delta_attention")
 class KimiDeltaAttention(DeltaRuleConfig):
     """Layers with matrices that are written to by the delta rule and forget channel by channel."""
+
+    norm_epsilon: float = 1e-5
 
     def build(self, shape, *, rngs):
         return KimiDelta(self, shape, rngs=rngs)
