@@ -182,6 +182,72 @@ def test_transformers_writes_what_we_write(tmp_path):
 
 
 @needs_torch
+def test_packed_documents_are_read_apart(tmp_path):
+    """As transformers' collator packs them, whose positions begin again at each document."""
+    import torch  # type: ignore[import-not-found]
+    from transformers import DataCollatorWithFlattening  # type: ignore[import-not-found]
+
+    lm, folder = exported(MODELS["hybrid"], tmp_path)
+    model, _ = opened(folder)
+    texts = [np.random.default_rng(i).integers(0, 256, n) for i, n in ((1, W + 3), (2, 2 * W + 1))]
+    batch = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in texts])
+    expected = -np.mean(np.concatenate([lm.score(text).log_probabilities[1:] for text in texts]))
+    outputs = model(**batch)
+    np.testing.assert_allclose(outputs.loss.item(), expected, rtol=1e-5)
+    alone = model(torch.tensor(texts[1][None])).logits
+    torch.testing.assert_close(outputs.logits[:, len(texts[0]) :], alone)
+    with pytest.raises(ValueError, match="position_ids must count the tokens of each document"):
+        model(batch["input_ids"], position_ids=batch["position_ids"] + 1)
+    # A memory goes on with its last document.
+    first = model(torch.tensor(texts[0][None]))
+    position_ids = torch.arange(len(texts[0]), len(texts[0]) + 2)[None]
+    rest = model(torch.tensor([[1, 2]]), past_key_values=first.past_key_values, position_ids=position_ids)
+    whole = model(torch.tensor([[*texts[0], 1, 2]]))
+    torch.testing.assert_close(rest.logits, whole.logits[:, -2:])
+
+
+@needs_torch
+def test_every_argument_has_its_effect_or_is_refused(tmp_path):
+    import torch  # type: ignore[import-not-found]
+
+    lm, folder = exported(MODELS["hybrid"], tmp_path)
+    model, tokenizer = opened(folder)
+    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
+    whole = model(**inputs, output_hidden_states=True)
+    assert [x.shape for x in whole.hidden_states] == [(1, 26, SLIDE.model_width)] * 5
+    kept = model(**inputs, logits_to_keep=torch.tensor([2, 5])).logits
+    torch.testing.assert_close(kept, whole.logits[:, [2, 5]])
+    logits = model.config.logit_scale * whole.hidden_states[-1] @ model.embedding.weight.T
+    torch.testing.assert_close(logits, whole.logits)
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+    written = model.generate(**inputs, max_new_tokens=3, output_hidden_states=True, return_dict_in_generate=True)
+    assert len(written.hidden_states) == 3 and len(written.hidden_states[0]) == 5
+    summed = model(**inputs, labels=inputs["input_ids"], num_items_in_batch=10).loss
+    expected = -lm.score("Once upon a time there was").log_probabilities[1:].sum() / 10
+    np.testing.assert_allclose(summed.item(), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(**inputs, output_attentions=True)
+    for unknown in ("attention_maks", "inputs_embeds", "token_type_ids"):
+        with pytest.raises(TypeError, match=unknown):
+            model(**inputs, **{unknown: inputs["input_ids"]})
+
+
+@needs_torch
+def test_transformers_trains_on_packed_documents(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # type: ignore[import-not-found]
+
+    _, folder = exported(MODELS["delta rule"], tmp_path)
+    model, _ = opened(folder)
+    texts = [{"input_ids": np.random.default_rng(i).integers(0, 256, 20 + i).tolist()} for i in range(6)]
+    arguments = TrainingArguments(
+        tmp_path / "run", max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True
+    )
+    trainer = Trainer(model, arguments, data_collator=DataCollatorWithFlattening(), train_dataset=texts)
+    assert np.isfinite(trainer.train().training_loss)
+
+
+@needs_torch
 def test_the_harness_says_the_same_of_both(tmp_path):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance  # type: ignore[import-not-found]

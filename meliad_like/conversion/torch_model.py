@@ -311,6 +311,7 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Layer"]  # noqa: RUF012
     _input_embed_layer = "embedding"
     _is_stateful = True
+    accepts_loss_kwargs = True  # `num_items_in_batch`, for transformers' Trainer.
     _supports_default_dynamic_cache = classmethod(lambda cls: False)
 
     def __init__(self, config: MeliadLikeConfig):
@@ -321,30 +322,74 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def forward(
-        self, input_ids, cache=None, past_key_values=None, attention_mask=None, labels=None, use_cache=True,
-        logits_to_keep=0, **kwargs,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
+        self, input_ids, cache=None, past_key_values=None, attention_mask=None, position_ids=None, labels=None,
+        use_cache=True, logits_to_keep=0, output_hidden_states=None, output_attentions=None, return_dict=None,
+        num_items_in_batch=None,
+    ) -> CausalLMOutputWithPast | tuple:  # fmt: skip
         """Reads tokens [b, n] of documents, from their beginning or after what a memory has read (under either name).
 
-        Returns the logits [b, n, v] of the next tokens, or the last of them, and the memory; the gradient ends there.
+        Documents that are packed side by side in one row, whose `position_ids` begin again, are read apart.
+
+        Returns the logits [b, n, v] of the next tokens, or of the last `logits_to_keep` or at these places, and the
+        memory; the gradient ends there. `hidden_states` are [b, n, d] of the embedding and of each layer, the last one
+        after the final norm.
         """
         if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
             raise ValueError("documents of different lengths can't be padded on the left: read them one by one")
-        memory, w, outputs = cache or past_key_values, self.config.window_length, []
-        position = memory.position if memory else 0
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions: not all layers have attention, and none keeps its weights")
+        wants_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        memory, parts = cache or past_key_values, []
+        for tokens in input_ids.tensor_split(self._beginnings(input_ids, memory, position_ids), dim=1):
+            # After the first, each part is a document of its own.
+            outputs, memory = self._read(tokens, None if parts else memory, every_layer=wants_hidden)
+            parts.append(outputs)
+        *outputs, last = [torch.cat(layer, dim=1) for layer in zip(*parts)]
+        last = self.final_norm(last)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.config.logit_scale * F.linear(last[:, keep], self.embedding.weight).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=(*outputs, last) if wants_hidden else None,
+            **{CACHE: memory if use_cache else None},
+        )
+        return result.to_tuple() if return_dict is False else result
+
+    def _read(
+        self, input_ids: Tensor, memory: DocumentsMemory | None, every_layer: bool
+    ) -> tuple[list[Tensor], DocumentsMemory]:
+        """The outputs of the last layer, [b, n, d], or with `every_layer` of the embedding and all layers, and the
+        memory after the tokens."""
+        w, position, blocks = self.config.window_length, memory.position if memory else 0, []
         layers = memory.map(Tensor.detach) if memory else [layer.begin(len(input_ids)) for layer in self.layers]
         for tokens in input_ids.tensor_split([*range(w - position % w, input_ids.shape[1], w)], dim=1):
-            x, position = self.embedding(tokens), position + tokens.shape[1]
+            outputs, position = [self.embedding(tokens)], position + tokens.shape[1]
             for i, layer in enumerate(self.layers):
-                x, layers[i] = layer(x, layers[i], ends=position % w == 0)
-            outputs.append(x)
-        hidden = self.final_norm(torch.cat(outputs, dim=1)[:, -logits_to_keep:])
-        logits = self.config.logit_scale * F.linear(hidden, self.embedding.weight).float()
-        loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
-        memory = DocumentsMemory(position, layers) if use_cache else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: memory})
+                x, layers[i] = layer(outputs[-1], layers[i], ends=position % w == 0)
+                outputs.append(x)
+            blocks.append(outputs if every_layer else outputs[-1:])
+        return [torch.cat(layer, dim=1) for layer in zip(*blocks)], DocumentsMemory(position, layers)
+
+    @staticmethod
+    def _beginnings(input_ids: Tensor, memory: DocumentsMemory | None, position_ids: Tensor | None) -> list[int]:
+        """Where in the rows documents begin, except for the first token."""
+        if position_ids is None:
+            return []
+        n = input_ids.shape[1]
+        begins = [i for i in range(1, n) if position_ids[0, i] == 0]
+        positions = torch.arange(n, device=position_ids.device)
+        for first, end in zip([0, *begins], [*begins, n]):
+            positions[first:end] -= first - (memory.position if memory and first == 0 else 0)
+        if not torch.equal(position_ids, positions.expand_as(position_ids)):
+            raise ValueError("position_ids must count the tokens of each document, from what the memory has read or 0")
+        return begins
 
     def prepare_inputs_for_generation(self, input_ids, cache=None, past_key_values=None, attention_mask=None, **kwargs):
         memory = cache or past_key_values
         inputs = {"input_ids": input_ids[:, memory.position if memory else 0 :], "attention_mask": attention_mask}
-        return inputs | {CACHE: memory} | {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
+        passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions")
+        return inputs | {CACHE: memory} | {key: kwargs[key] for key in passed if key in kwargs}
