@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 
 import numpy as np
+import pytest
 from families import SLIDE, STATES, C, W, language_model
 
 from meliad_like.conversion.stablehlo import convert_to_stablehlo
@@ -49,3 +50,13 @@ def test_an_exported_model_reads_and_writes_as_ours(tmp_path):
     assert after.num_read == length + 19
     drawn = [model.generate(state, 20, temperature=1.0, seed=seed)[0].tolist() for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+    # What the library refuses.
+    for wrong, message in (
+        ([5, 400, 7], "token 400 is not in the vocabulary"),
+        ([5, -1], "token -1 is not in the vocabulary"),
+        ([1.5, 2.0], "must be integers, not float64"),
+        ([], "no tokens to read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.read(np.array(wrong, type(wrong[0]) if wrong else int))

@@ -54,7 +54,7 @@ class Model:
     def read(self, tokens: np.ndarray, state: State | None = None) -> tuple[np.ndarray, State]:
         """Reads tokens that begin documents or continue those of `state`: segments, then blocks, then one by one.
         Returns the log-probability of each token, [b, n], NaN for a document's first, and the state after them."""
-        rows, window = np.atleast_2d(np.asarray(tokens, np.int32)), self.facts["window_length"]
+        rows, window = np.atleast_2d(self._checked(tokens)), self.facts["window_length"]
         if state is None:
             carry, num_read = self._programs["begin"](self._parameters, np.zeros(len(rows), np.int32)), 0
         else:
@@ -84,6 +84,16 @@ class Model:
             logits[:, self.vocabulary["unwritable"]] = -np.inf
             rows = np.append(rows, logits.argmax(axis=1).astype(np.int32)[:, None], axis=1)
         return rows[:, 1:], State(carry, rows[:, -1], state.num_read + rows.shape[1] - 1)
+
+    def _checked(self, tokens: np.ndarray) -> np.ndarray:
+        tokens, size = np.asarray(tokens), self.vocabulary["size"]
+        if not tokens.size:
+            raise ValueError("there are no tokens to read")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"token ids must be integers, not {tokens.dtype}")
+        if (wrong := tokens[(tokens < 0) | (tokens >= size)]).size:
+            raise ValueError(f"token {wrong[0]} is not in the vocabulary, which has {size:,} tokens")
+        return tokens.astype(np.int32)
 
     def _run(self, name: str, carry: list[jax.Array], rows: np.ndarray) -> tuple:
         n = self.facts["programs"][name]
