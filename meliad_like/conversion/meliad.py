@@ -67,6 +67,9 @@ def _newer(config: DecoderConfig) -> bool:
 
 def _places(config: DecoderConfig, newer: bool) -> Places:
     names, prefixes = NAMES["newer" if newer else "older"].dropna().to_dict(), _layer_prefixes(config, newer)
+    if newer and not config.feedforward_bias:
+        # The newer stack has two modules for the feed-forward network: that without biases is the older stack's.
+        names |= NAMES["older"].filter(like="feedforward/network/").dropna()
 
     def place(path: str) -> Place:
         match = re.fullmatch(r"layers/(\d+)/(.+)", path)
