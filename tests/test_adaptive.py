@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meliad_like.layers.adaptive import AdaptiveVocabulary
+from meliad_like.models.shortformer import AdaptiveVocabulary
 
 V, D = 40, 16
 

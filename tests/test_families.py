@@ -8,8 +8,7 @@ import pytest
 from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.models.base import MODELS, ModelConfig
-from meliad_like.models.model import Model
+from meliad_like.models.model import MODELS, Model, ModelConfig
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.layers.windows import toeplitz
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.positions import Rotary
@@ -27,7 +26,7 @@ from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import Melodi, toeplitz
 from meliad_like.models.model import Model
 from meliad_like.studies import interventions
 

@@ -7,7 +7,7 @@ from meliad_like.data.batch import Reader
 from meliad_like.data.readers import READERS, ReaderConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.models.base import ActivationDtype
+from meliad_like.models.model import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
 from meliad_like.registry import Registry, kind_field, resumable, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares

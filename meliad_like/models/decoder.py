@@ -23,8 +23,8 @@ from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_in
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.models.base import MODELS, ModelConfig
 from meliad_like.models.layer import LAYERS, LayerConfig
+from meliad_like.models.model import MODELS, ModelConfig, builds
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import kind_field, resumable, size
@@ -159,10 +159,8 @@ class DecoderConfig(ModelConfig):
         attended = [traits.attends_to(position) for traits in self._traits()]
         return np.asarray(np.maximum.reduce(attended) + 1)
 
-    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> "Decoder":
-        return Decoder(self, vocabulary_size, rngs=rngs)
 
-
+@builds(DecoderConfig)
 class Decoder(Skeleton):
     """A language model with a window of `w` tokens, whose mixers may reach further back."""
 

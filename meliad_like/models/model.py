@@ -1,15 +1,178 @@
-"""A model without its parameters: it is built once, and jitted functions take the parameters as a plain tree."""
+"""Configs of models, with a registry of their kinds, and a model without its parameters.
+
+A kind of model (a *family*) is one frozen config in a file of its own, and the module that it builds, which follows the
+contract of docs/design.md. The trainer, the evaluator and the generator name no family.
+"""
 
 import dataclasses
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
-from meliad_like.models.base import ModelConfig
+from meliad_like.errors import UserError
+from meliad_like.layers.flops import Flops
+from meliad_like.registry import Registry, may_change, resumable, size
+from meliad_like.validation import check_choices, check_positive, check_shares
+
+MODELS = Registry("model")
+
+ActivationDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "layers"]
+Module = TypeVar("Module", bound=type[nnx.Module])
+
+
+def _resumed(old: Any, new: Any) -> Any:
+    """The old config with the values of the new one where fields may change (`may_change`), also within it."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return tuple(map(_resumed, old, new))
+    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
+        return old
+    values = {}
+    for field in dataclasses.fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
+    return dataclasses.replace(old, **values)  # type: ignore[type-var]
+
+
+_MODULES: dict[type, Callable[..., nnx.Module]] = {}
+
+
+def builds(config_class: type) -> Callable[[Module], Module]:
+    """A decorator for the class of the module that a config builds, from the config and the vocabulary's size."""
+
+    def add(module_class: Module) -> Module:
+        _MODULES[config_class] = module_class
+        return module_class
+
+    return add
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
+
+    num_layers: int = size(12, "layers")
+    """The number of layers."""
+    model_width: int = size(1024, "width")
+    """The width of the hidden vectors (d)."""
+    num_heads: int = size(8, "heads")
+    """The number of attention heads (h)."""
+    head_size: int = size(128, "heads")
+    """The size of the keys, queries and values of a head (k)."""
+    feedforward_width: int = size(4096, "width")
+    """The width of the hidden layer of the feed-forward networks (f)."""
+    window_length: int = size(512, "length")
+    """The number of tokens in a block (w): documents and segments begin on block boundaries."""
+    dropout_rate: float = 0.0
+    """The dropout rate of the layers."""
+    activation_dtype: ActivationDtype = "float32"
+    """The dtype of activations; parameters, softmax and losses are float32."""
+    remat: Remat = resumable("none")
+    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
+
+    positive: ClassVar[tuple[str, ...]] = ()
+    """The fields that must be at least 1, in addition to the sizes above."""
+    rates: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    """The fields that are dropout rates."""
+    overlap: ClassVar[int] = 0
+    """The number of tokens of the window before that a window repeats."""
+
+    def __post_init__(self):
+        check_choices(self)
+        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+        check_positive(self, (*sizes, *self.positive))
+        check_shares(self, self.rates)
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with fresh parameters."""
+        return _MODULES[type(self)](self, vocabulary_size, rngs=rngs)
+
+    def on_this_platform(self) -> "ModelConfig":
+        """The same model as it is computed on the devices of this program: with the kernels that work there.
+
+        A program calls it once, before it compiles; configs that are saved stay as they are.
+        """
+        return self
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
+        raise NotImplementedError
+
+    def flops_by_the_paper(self) -> float | None:
+        """The operations of a predicted token as the family's paper counts them; None if the paper doesn't."""
+        return None
+
+    def rate_factor(self, name: str) -> float:
+        """The factor on the learning rate of the parameters under this first name; 0: they are not trained."""
+        del name
+        return 1.0
+
+    def extends(self, other: "ModelConfig") -> bool:
+        """Whether training may start from the parameters of a model with the other config."""
+        if type(self) is not type(other):
+            return False
+        same = {name: getattr(self, name) for name in ("activation_dtype", *self.rates)}
+        return dataclasses.replace(_resumed(other, self), **same) == self
+
+    @property
+    def total_layers(self) -> int:
+        """The number of layers, with those that a config adds to `num_layers`."""
+        return self.num_layers
+
+    @property
+    def needs_segments(self) -> str | None:
+        """The setting by which the carry depends on where segments end; None if it doesn't. If it does, the model can't
+        generate text."""
+        return None
+
+    @property
+    def sequential_because(self) -> str | None:
+        """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
+        return "its windows are read one after the other"
+
+    def check_sequence(self, segment_length: int, parts: int) -> None:
+        """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
+        if parts == 1:
+            return
+        if self.sequential_because is not None:
+            name = MODELS.name_of(self)
+            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {self.sequential_because}")
+        if segment_length % (parts * self.window_length):
+            raise UserError(
+                f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
+                f"not a multiple of {parts} x window_length={self.window_length}"
+            )
+
+    def offset(self, position: Any) -> Any:
+        """The offset in its block of the token at each position of a document: an array like `position`."""
+        return position % self.window_length
+
+    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
+        raise NotImplementedError
+
+    @property
+    def fewest_layers(self) -> int:
+        """The smallest number of layers with which a smaller model still has all kinds of layers."""
+        return 1
+
+    @property
+    def memory_name(self) -> str | None:
+        """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing. A decoder's carry
+        has the memories of its mixers instead (`studies/interventions.py`)."""
+        return None
+
+    def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
+        """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder
+        reads each sequence as one window. Other models keep their windows."""
+        del num_tokens
+        return self
 
 
 @dataclasses.dataclass

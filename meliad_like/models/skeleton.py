@@ -20,8 +20,8 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import At, count_by_block
-from meliad_like.models.base import ModelConfig
 from meliad_like.models.layer import Stream
+from meliad_like.models.model import ModelConfig
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1

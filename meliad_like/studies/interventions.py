@@ -25,9 +25,8 @@ from meliad_like.data.split import Documents
 from meliad_like.evaluation.perplexity import Evaluator, Losses, ReadingMode
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
-from meliad_like.models.base import ModelConfig
 from meliad_like.models.layer import is_window
-from meliad_like.models.model import Model
+from meliad_like.models.model import Model, ModelConfig
 from meliad_like.registry import configs_in
 
 WINDOW = "window"

@@ -4,14 +4,13 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from flax import nnx
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import layer_indices
-from meliad_like.models.base import MODELS, ActivationDtype, ModelConfig, Remat
+from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, Remat
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.registry import kind_field, resumable, size
@@ -116,11 +115,6 @@ class PretrainedConfig(ModelConfig):
         same_decoder = all(getattr(self, name) == getattr(other, name) for name in DECODER_FIELDS)
         return same_decoder and (other.summary is None or other.summary.extended_by(self.summary))
 
-    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
-        from meliad_like.models.pretrained.decoder import PretrainedDecoder
-
-        return PretrainedDecoder(self, vocabulary_size, rngs=rngs)
-
     def rate_factor(self, name: str) -> float:
         return self.summary.rate if self.summary and name == "recurrence" else float(self.train_decoder)
 
@@ -154,6 +148,12 @@ class PretrainedConfig(ModelConfig):
         if self.summary is None:
             return frozenset()
         return layer_indices("WindowSummary.layers", self.summary.layers, self.num_layers)
+
+    @property
+    def wavelengths(self) -> Float[np.ndarray, " half"]:
+        """`llama`: the wavelength over 2 pi of each pair of a head's elements, in tokens."""
+        longer = self.window_length / self.max_positions
+        return self.rotary_scaling.wavelengths(self.head_size, self.rotary_base, longer)
 
     @property
     def stride(self) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -10,9 +10,6 @@ from jaxtyping import Float
 from meliad_like.errors import UserError
 from meliad_like.layers.positions import wavelengths
 from meliad_like.registry import Registry, size
-
-if TYPE_CHECKING:
-    from meliad_like.models.pretrained.config import PretrainedConfig
 
 ROTARY_SCALINGS = Registry("rotary_scaling")
 
@@ -29,9 +26,11 @@ class RotaryScaling:
         """The factor on rotated queries and keys."""
         return 1.0
 
-    def wavelengths(self, config: "PretrainedConfig") -> Float[np.ndarray, " half"]:
-        """The wavelength over 2 pi of each pair of a head's elements, in tokens."""
-        return wavelengths(config.head_size, config.rotary_base)
+    def wavelengths(self, head_size: int, base: float, longer: float) -> Float[np.ndarray, " half"]:
+        """The wavelength over 2 pi of each pair of a head's elements, in tokens. `longer` is the ratio of the number of
+        tokens in a window to `PretrainedConfig.max_positions`."""
+        del longer
+        return wavelengths(head_size, base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +49,8 @@ class FactorScaling(RotaryScaling):
 class LinearScaling(FactorScaling):
     """Every wavelength times the factor (Chen et al. 2023, Extending Context Window by Positional Interpolation)."""
 
-    def wavelengths(self, config):
-        return super().wavelengths(config) * np.float32(self.factor)
+    def wavelengths(self, head_size, base, longer):
+        return super().wavelengths(head_size, base, longer) * np.float32(self.factor)
 
 
 @ROTARY_SCALINGS.register("dynamic")
@@ -64,10 +63,9 @@ class DynamicScaling(FactorScaling):
 
     extends_windows: ClassVar[bool] = True
 
-    def wavelengths(self, config):
-        k, longer = config.head_size, max(config.window_length / config.max_positions, 1.0)
-        stretch = self.factor * longer - (self.factor - 1)
-        return wavelengths(k, config.rotary_base * stretch ** (k / (k - 2)))
+    def wavelengths(self, head_size, base, longer):
+        stretch = self.factor * max(longer, 1.0) - (self.factor - 1)
+        return wavelengths(head_size, base * stretch ** (head_size / (head_size - 2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +75,13 @@ class ScalingByParts(FactorScaling):
     original_positions: int = size(8192, "fixed")
     """The number of tokens in a window before the extension."""
 
-    def share_kept(self, config: "PretrainedConfig") -> Float[np.ndarray, " half"]:
+    def share_kept(self, head_size: int, base: float) -> Float[np.ndarray, " half"]:
         """The weight of the unscaled frequency of each pair; the rest is that of the scaled one."""
         raise NotImplementedError
 
-    def wavelengths(self, config):
-        kept = self.share_kept(config)
-        return (super().wavelengths(config) / (kept + (1 - kept) / self.factor)).astype(np.float32)
+    def wavelengths(self, head_size, base, longer):
+        kept = self.share_kept(head_size, base)
+        return (super().wavelengths(head_size, base, longer) / (kept + (1 - kept) / self.factor)).astype(np.float32)
 
 
 @ROTARY_SCALINGS.register("llama3")
@@ -103,8 +101,8 @@ class Llama3Scaling(ScalingByParts):
                 f"high_frequency_factor={self.high_frequency_factor}"
             )
 
-    def share_kept(self, config):
-        turns = self.original_positions / (2 * np.pi * wavelengths(config.head_size, config.rotary_base))
+    def share_kept(self, head_size, base):
+        turns = self.original_positions / (2 * np.pi * wavelengths(head_size, base))
         low, high = self.low_frequency_factor, self.high_frequency_factor
         return np.clip((turns - low) / (high - low), 0, 1)
 
@@ -136,9 +134,7 @@ class YarnScaling(ScalingByParts):
     def attention_scale(self):
         return 0.1 * math.log(self.factor) + 1 if self.scale is None else self.scale
 
-    def share_kept(self, config):
-        head_size, base = config.head_size, config.rotary_base
-
+    def share_kept(self, head_size, base):
         def pair(turns: float) -> float:
             """The number of the pair, with a fraction, that turns so often in the original window."""
             return head_size * math.log(self.original_positions / (2 * math.pi * turns)) / (2 * math.log(base))
