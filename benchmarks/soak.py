@@ -34,7 +34,6 @@ import numpy as np
 from absl import app, flags, logging
 
 from meliad_like import config
-from meliad_like.config.run import stages_of
 from meliad_like.data.preparation import prepare
 from meliad_like.run.setup import set_up
 from meliad_like.training.checkpoints import Checkpoints
@@ -138,7 +137,7 @@ def train_to_the_end(folder: Path, workdir: Path, **environment: str) -> float:
 def result(run: config.RunConfig, workdir: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """The arrays of the last checkpoint, and the rows."""
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        state, _ = checkpoints.restore(set_up(run, stages_of(run)[-1]).abstract_state, NUM_STEPS.value)
+        state, _ = checkpoints.restore(set_up(run)[-1].abstract_state, NUM_STEPS.value)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(state)}
     return arrays, rows(workdir)
 

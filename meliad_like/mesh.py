@@ -124,16 +124,43 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 class ParameterShardings(NamedTuple):
-    """The shardings of the parameters in a training: three trees with the structure of the parameters."""
+    """The shardings of the parameters in a training, three trees with the structure of the parameters, and what a step
+    exchanges between the copies of the parameters."""
 
-    whole: Any
-    """Of the parameters as the model reads them."""
-    gradients: Any
-    """Of the gradients, where each copy gets the sum over the copies of its share alone (`layers/backend.py`). They are
-    `shares`, but for tables of the vocabulary: the loss adds up their gradients in a loop, each turn of which would sum
-    over the copies, so these are whole."""
-    shares: Any
-    """Of what only the optimizer reads: each copy of the parameters has a share of it."""
+    whole: Any = None
+    """Shardings of the parameters as the model reads them."""
+    gradients: Any = None
+    """Shardings of the gradients, where each copy gets the sum over the copies of its share alone
+    (`layers/backend.py`). They are `shares`, except for tables of the vocabulary: the loss adds up their gradients in a
+    loop, each turn of which would sum over the copies, so these are whole."""
+    shares: Any = None
+    """Shardings of what only the optimizer reads: each copy of the parameters has a share of it."""
+    has_copies: bool = False
+    """Whether there is more than one copy. Otherwise there is nothing to exchange, and the methods return their
+    argument: constraints would change how the compiler fuses and rounds."""
+
+    def gather(self, params: Any) -> Any:
+        """All-gather: every copy gets all parameters, of which each had its share."""
+        return self._constrain(params, self.whole)
+
+    def reduce(self, gradient: Any, scatter: bool) -> Any:
+        """The sum over the copies of their gradients, of which every copy gets its share.
+
+        With `scatter` a copy receives its share alone (reduce-scatter), otherwise the whole sum, which it cuts
+        (all-reduce).
+        """
+        return self.share(self._constrain(gradient, self.gradients if scatter else self.whole))
+
+    def share(self, tree: Any) -> Any:
+        """The share that each copy has of a tree like the parameters."""
+        return self._constrain(tree, self.shares)
+
+    def _constrain(self, tree: Any, shardings: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings) if self.has_copies else tree
+
+
+ONE_COPY = ParameterShardings()
+"""For a step without a mesh."""
 
 
 def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> ParameterShardings:
@@ -160,7 +187,7 @@ def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Parameter
         return whole if "vocabulary" in names else share
 
     gradients = jax.tree.map(of_gradient, axes, whole, shares, is_leaf=lambda node: isinstance(node, tuple))
-    return ParameterShardings(whole, gradients, shares)
+    return ParameterShardings(whole, gradients, shares, has_copies=bool(copies))
 
 
 def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: Any, shares: Any) -> Any:

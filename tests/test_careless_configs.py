@@ -79,7 +79,7 @@ def base(tmp_path_factory):
 def traced_or_refused(base, changes) -> str | None:
     """The one-line error; None if the step can be traced."""
     try:
-        setup = set_up(tiny_run.parse(base, *changes))
+        setup = set_up(tiny_run.parse(base, *changes))[-1]
     except UserError as error:
         assert "\n" not in str(error), changes
         return str(error)

@@ -13,7 +13,6 @@ from meliad_like.data.mixture import MixedSchedule, MixtureReader
 from meliad_like.data.preparation import prepare
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
-from meliad_like.run.hooks import bytes_per_target
 from meliad_like.run.setup import starting_state
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -129,7 +128,7 @@ def test_bits_per_byte_are_of_the_mixture(bindings):
     setup = set_up(parse(bindings))
     one, other = (store.totals("train") for store in setup.stores)
     ratios = [each.bytes / (each.tokens - each.documents) for each in (one, other)]
-    assert bytes_per_target(setup.run.data, [one, other]) == pytest.approx(sum(ratios) / 2)
+    assert setup.run.data.bytes_per_target([one, other]) == pytest.approx(sum(ratios) / 2)
     names = {setup.reader.documents.names[i].split("/")[-2] for i in setup.reader.batch(0, range(8)).document.ravel()}
     assert names == {"store", "digits_store"}
 

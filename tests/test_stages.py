@@ -15,7 +15,7 @@ from meliad_like.config.run import stages_of
 from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
-from meliad_like.training.program import Program
+from meliad_like.training.program import TrainingProgram
 from meliad_like.training.step import make_train_step
 
 # Segments of 16, 32 and at last 64 tokens, in windows of 8, 16 and 16: 32, 16 and 8 lanes.
@@ -64,13 +64,13 @@ def straight(bindings, tmp_path_factory):
     """The working folder of a run of three stages, and how often a step was compiled."""
     workdir, compiled = tmp_path_factory.mktemp("straight"), []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        compile_step = Program.compile_step
+        compile_step = TrainingProgram.compile_step
 
         def compile_and_count(self):
             compiled.append(self.abstract_batch.inputs.shape)
             return compile_step(self)
 
-        monkeypatch.setattr(Program, "compile_step", compile_and_count)
+        monkeypatch.setattr(TrainingProgram, "compile_step", compile_and_count)
         assert train(parse(bindings, *STAGES), workdir) == 0
     assert compiled == [(32, 16), (16, 32), (8, 64)]
     return workdir
@@ -79,7 +79,7 @@ def straight(bindings, tmp_path_factory):
 def read_state(run, workdir, step):
     stage = next(stage for stage in stages_of(run) if step <= stage.last_step)
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore(set_up(run, stage).abstract_state, step)[0]
+        return checkpoints.restore(set_up(run, stage.index).abstract_state, step)[0]
 
 
 def train_and_stop(run, workdir, step, monkeypatch):
@@ -119,7 +119,7 @@ def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
         (8, 2, 16),
     ]
     # The state after a switch follows from the one before it, but for the carry.
-    setup = set_up(run, stages_of(run)[1])
+    setup = set_up(run, 1)
     state = setup.begin_stage(before)
     assert_same_bits(state._replace(carry=None), before._replace(carry=None))
     assert (np.asarray(state.carry.position) == 0).all()
@@ -132,7 +132,7 @@ def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
 
 def test_stages_read_their_documents_in_orders_of_their_own(bindings):
     run = parse(bindings, *STAGES, "StagesConfig.segment_length = (64, 64)", "StagesConfig.window_length = (16, 16)")
-    first, second, last = (set_up(run, stage).reader.batch(0, range(8)).inputs for stage in stages_of(run))
+    first, second, last = (set_up(run, stage).reader.batch(0, range(8)).inputs for stage in range(3))
     assert (first != second).any() and (second != last).any() and (first != last).any()
 
 

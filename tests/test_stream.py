@@ -8,7 +8,6 @@ from meliad_like import config
 from meliad_like.data.readers import LanesReaderConfig, ShuffledReaderConfig, StreamReader, StreamReaderConfig
 from meliad_like.data.token_store import Totals
 from meliad_like.errors import UserError
-from meliad_like.run.hooks import bytes_per_target
 
 LENGTHS = [7, 1, 20, 5, 11]
 STREAM = [STRIDE * document + place for document, n in enumerate(LENGTHS) for place in range(n)]
@@ -68,7 +67,7 @@ def test_every_token_is_a_target_exactly_once_an_epoch(shuffle, num_lanes):
 def test_bits_per_byte_are_over_the_targets_that_a_reader_has():
     """Of two documents of six tokens a stream predicts twelve, the other readers ten."""
     totals = Totals(documents=2, tokens=12, bytes=30, words=4)
-    assert [bytes_per_target(reader(), [totals]) for reader in READERS] == [2.5, 2.5, 3.0]
+    assert [reader().bytes_per_target([totals]) for reader in READERS] == [2.5, 2.5, 3.0]
 
 
 def test_shuffled_segments_are_segments_of_the_stream():

@@ -58,7 +58,7 @@ def finish(processes):
 
 def assert_steps_of_one_process(bindings, workdir, first, last):
     """Checks each step of a run against that of one process from the same state; rounding grows from step to step."""
-    setup = set_up(parse(bindings))
+    (setup,) = set_up(parse(bindings))
     step, state = setup.program.compile_step(), setup.program.initialise()
     losses = {metrics["step"]: metrics["loss"] for metrics in read_metrics(workdir)}
     assert list(losses) == list(range(1, last + 1))

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from meliad_like import config
 from meliad_like.config import RunConfig
-from meliad_like.config.run import Stage, TrainingConfig
+from meliad_like.config.run import TrainingConfig
 from meliad_like.data.preparation import prepare
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run import setup, training
-from meliad_like.run.setup import Setup
+from meliad_like.run.setup import StageSetup
 from meliad_like.training import program
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.program import Program, make_program
+from meliad_like.training.program import TrainingProgram, make_program
 
 ROOT = Path(__file__).parent.parent
 FILES = ["size/tiny.gin", "block_recurrent/fixed_skip.gin"]
@@ -111,11 +111,11 @@ def run_and_act(bindings: list[str], workdir: Path, step: int, deed: str) -> sub
 
 
 @functools.lru_cache(maxsize=16)
-def kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_step: Callable) -> Program:
+def kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_step: Callable) -> TrainingProgram:
     return make_program(run, vocabulary_size, mesh)
 
 
-def _program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
+def _program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingProgram:
     """The program of the first run that differs in nothing that a program is made from."""
     names = ["seed", "gradient_accumulation", "loss_slice", "nonfinite"]
     names += ["num_steps"] if run.schedule.reads_num_steps else []
@@ -125,7 +125,7 @@ def _program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
     return kept_program(run, vocabulary_size, mesh, program.make_train_step)
 
 
-def _kept_step(program: Program, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+def _kept_step(program: TrainingProgram, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
     if options:
         return _compile_step(program, options)
     if program.train_step not in _kept_steps:
@@ -135,7 +135,7 @@ def _kept_step(program: Program, options: Mapping[str, Any] | None = None) -> ja
 
 # Most tests train the same run again, whose step then need not be traced and compiled again.
 setup.make_program = _program
-_compile_step, Program.compile_step = Program.compile_step, _kept_step
+_compile_step, TrainingProgram.compile_step = TrainingProgram.compile_step, _kept_step
 _kept_steps: weakref.WeakKeyDictionary[Any, jax.stages.Compiled] = weakref.WeakKeyDictionary()
 
 
@@ -150,9 +150,9 @@ def train(run: RunConfig, workdir: str | Path, *arguments: Any, **others: Any) -
     return training.train(run, workdir, *arguments, **others, mesh=mesh_of_the_first_devices(run.mesh))
 
 
-def set_up(run: RunConfig, stage: Stage | None = None) -> Setup:
-    """Sets a stage up on the first devices, as many as the mesh of the config has."""
-    return setup.set_up(run, stage, mesh_of_the_first_devices(run.mesh))
+def set_up(run: RunConfig, stage: int = -1) -> StageSetup:
+    """Sets a stage up on the first devices, as many as the mesh of the config has; default: the last one."""
+    return setup.set_up(run, mesh_of_the_first_devices(run.mesh))[stage]
 
 
 def read_metrics(workdir: Path, kind: str = "train") -> Iterator[dict]:

@@ -3,6 +3,7 @@ reader."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from absl import logging
 from meliad_like.data.batch import Batch, Reader, empty_batch
 from meliad_like.data.schedule import Run, Schedule, permutation
 from meliad_like.data.split import Documents
-from meliad_like.data.token_store import TokenStore
+from meliad_like.data.token_store import TokenStore, Totals
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, resumable
 from meliad_like.validation import check_positive
@@ -238,6 +239,18 @@ class ReaderConfig:
     def shares(self) -> tuple[float, ...]:
         """The share of each of the token stores in all targets."""
         return (1.0,)
+
+    def num_targets(self, totals: Totals) -> int:
+        """The number of targets in an epoch of a token store; a document's first token may not be one."""
+        return totals.tokens - (0 if self.first_tokens_are_targets else totals.documents)
+
+    def bytes_per_target(self, totals: Sequence[Totals]) -> float:
+        """The ratio of bytes and targets, averaged over the targets that are read of token stores with these totals.
+
+        NaN if bytes are not counted (`TokenStore.totals`).
+        """
+        ratios = (each.bytes / self.num_targets(each) for each in totals)
+        return sum(share * ratio for share, ratio in zip(self.shares, ratios, strict=True)) or math.nan
 
     def with_stores(self, folders: Sequence[str]) -> "ReaderConfig":
         """The same reader of other token stores: a folder for each of the `shares`."""

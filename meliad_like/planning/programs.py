@@ -16,7 +16,7 @@ from meliad_like.evaluation.perplexity import evaluation_step
 from meliad_like.mesh import COPIES, MeshConfig, carry_shardings, lane_sharding, make_mesh, replicated
 from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.topology import Topology
-from meliad_like.training.program import Program, make_program
+from meliad_like.training.program import TrainingProgram, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
 PARTS = ("parameters", "optimizer state", "carry", "batch")
@@ -161,7 +161,7 @@ def refused_bytes(message: str, held: int) -> int | None:
     return None
 
 
-def state_parts(program: Program) -> dict[str, int]:
+def state_parts(program: TrainingProgram) -> dict[str, int]:
     """Bytes on a device between training steps, by kind; known without compiling."""
     state = program.abstract_state
     trees = (state.params, state.optimizer_state, state.carry, program.abstract_batch)

@@ -1,4 +1,4 @@
-"""Set-up of a training: documents, reader, mesh and program, and the state to begin with."""
+"""Set-up of a training: the documents, the reader and the program of each stage, and the state to begin with."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from meliad_like.config import RunConfig, bound_values
 from meliad_like.config.run import Stage, stages_of
 from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.errors import UserError
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.model import Model
 from meliad_like.registry import fingerprint
@@ -17,25 +18,40 @@ from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
 from meliad_like.training.checkpoints import Checkpoints
-from meliad_like.training.program import Program, make_program
+from meliad_like.training.program import TrainingProgram, make_program
 from meliad_like.training.step import TrainState
 
 
-class Setup(NamedTuple):
-    """One stage of a run before its first step: all that follows from the config, the documents and the devices."""
+class StageSetup(NamedTuple):
+    """One stage of a run before its first step: what follows from the config, the documents and the devices."""
 
-    run: RunConfig
-    """The config of this stage."""
     whole_run: RunConfig
     """The config of all stages."""
     stage: Stage
+    previous: "StageSetup | None"
+    """The stage before; None: this is the first."""
     stores: list[TokenStore]
-    """All that the training reads; the first is that of the run's documents."""
-    store: TokenStore
+    """The token stores that the training reads; the first is that of the run's documents."""
     reader: Reader
-    program: Program
-    model: Model
-    mesh: Mesh
+    """The reader of the training documents; its step 0 is the first of the stage."""
+    program: TrainingProgram
+
+    @property
+    def run(self) -> RunConfig:
+        """The config of this stage."""
+        return self.stage.run
+
+    @property
+    def store(self) -> TokenStore:
+        return self.stores[0]
+
+    @property
+    def model(self) -> Model:
+        return self.program.model
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
 
     @property
     def abstract_state(self) -> TrainState:
@@ -49,25 +65,40 @@ class Setup(NamedTuple):
         )
         return state._replace(carry=init_carry(state.params))
 
+    def to_save(self, state: TrainState) -> TrainState:
+        """The form in which a checkpoint holds a state of this stage.
 
-def set_up(whole_run: RunConfig, stage: Stage | None = None, mesh: Mesh | None = None) -> Setup:
-    """Opens the documents of a stage and lays out the devices, without compiling: mistakes are found in seconds.
+        A checkpoint of the step before the stage's first belongs to the previous stage, and has as many lanes as that
+        stage. Their memory is not read.
+        """
+        if self.previous is not None and int(state.step) == self.stage.first_step:
+            return self.previous.begin_stage(state)
+        return state
+
+
+def set_up(run: RunConfig, mesh: Mesh | None = None) -> list[StageSetup]:
+    """Opens the documents and lays out all stages on the devices, without compiling: mistakes are found in seconds.
 
     Args:
-      stage: default: the last one, which is the only one of most runs.
       mesh: default: that of the config, of all devices.
+
+    Returns:
+      The stages in their order; most runs have one.
     """
-    stage = stages_of(whole_run)[-1] if stage is None else stage
-    run = stage.run
-    stores = run.data.open_stores()
+    stages, stores = stages_of(run), run.data.open_stores()
     stores[0].check_settings(run.source, run.vocabulary)
-    for each in stages_of(whole_run):
-        each.run.model.check_sequence(each.run.data.segment_length, run.mesh.sequence)
-    reader = make_reader(stage, stores)
-    program = make_program(
-        run.on_this_platform(), stores[0].vocabulary.size, make_mesh(run.mesh) if mesh is None else mesh
-    )
-    return Setup(run, whole_run, stage, stores, stores[0], reader, program, program.model, program.mesh)
+    for stage in stages:
+        stage.run.model.check_sequence(stage.run.data.segment_length, run.mesh.sequence)
+    mesh = make_mesh(run.mesh) if mesh is None else mesh
+    setups: list[StageSetup] = []
+    for stage in stages:
+        reader = _make_reader(stage, stores)
+        program = make_program(stage.run.on_this_platform(), stores[0].vocabulary.size, mesh)
+        setups.append(StageSetup(run, stage, setups[-1] if setups else None, stores, reader, program))
+    for setup in setups:
+        if setup.model.abstract_params != setups[-1].model.abstract_params:
+            raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
+    return setups
 
 
 def vocabulary_size(run: RunConfig) -> int:
@@ -76,8 +107,7 @@ def vocabulary_size(run: RunConfig) -> int:
     return TokenStore(run.data.store).vocabulary.size if has_store else run.vocabulary.expected_size
 
 
-def make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
-    """The reader of the training documents; its step 0 is the first of the stage."""
+def _make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
     run = stage.run
     return run.data.make(
         stores[0],
@@ -91,7 +121,7 @@ def make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
     )
 
 
-def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
+def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
     """The state to begin with. In order of precedence:
 
     1. the newest usable checkpoint of this working folder;
@@ -120,7 +150,7 @@ def starting_state(setup: Setup, checkpoints: Checkpoints, load_dir: str | None)
     return state.starting_with({**state.params, **opened.params})
 
 
-def metadata(setup: Setup, step: int) -> dict:
+def metadata(setup: StageSetup, step: int) -> dict:
     """The metadata of the checkpoint of a step."""
     fingerprints = [store.fingerprint for store in setup.stores]
     joined = fingerprints[0] if len(fingerprints) == 1 else fingerprint(fingerprints)

@@ -1,7 +1,8 @@
 """Training: from a config and a working folder to a trained model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
@@ -10,14 +11,14 @@ from jax.sharding import Mesh
 
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
-from meliad_like.config.run import stages_of
 from meliad_like.data.loading import load_batches
 from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
-from meliad_like.run.hooks import Reporter, check_hooks, evaluation_hook, sampling_hook
+from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
-from meliad_like.run.setup import Setup, metadata, set_up, starting_state
+from meliad_like.run.setup import StageSetup, metadata, set_up, starting_state
+from meliad_like.run.step_log import StepLog, log_facts, step_report
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import Hook, Session, open_session, run_steps
 from meliad_like.training.processes import EXIT_STATUS, Ownership
@@ -42,17 +43,17 @@ def train(
     Returns:
       The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.
     """
-    # --- set-up, of all stages: a mistake in the last one is found now ---
+    # --- Set-up of all stages: a mistake in the last one is found now ---
     folder = any_path(workdir, schemes=("gs",))
     num_steps = run.training.num_steps
     if profile_steps is not None and profile_steps[0] > num_steps:
         flag = f"--profile_steps={profile_steps[0]}:{profile_steps[1]}"
         raise UserError(f"{flag} begins after TrainingConfig.num_steps={num_steps}")
-    setups = [set_up(run, stage, mesh) for stage in stages_of(run)]
+    setups = set_up(run, mesh)
     for setup in setups:
-        if setup.model.abstract_params != setups[-1].model.abstract_params:
-            raise UserError(f"stage {setup.stage.index + 1} would need other parameters than the last stage")
         check_hooks(setup)
+
+    # --- The working folder: it is this run's, and no other process writes to it ---
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
     multihost_utils.sync_global_devices("the working folder is this run's")
@@ -69,60 +70,63 @@ def train(
         if jax.process_index() == 0:
             configuration.save(run, folder)
             save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
+
+        # --- The state to begin with ---
         # A stage's last checkpoint holds what that stage remembered.
         first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
-        state = starting_state(setups[first], checkpoints, load_dir)
-        tracking = {
-            "trackers": run.trackers,
-            "settings": configuration.bound_values(run),
-            "logged": saved.get("logged"),
-        }
+        setups = setups[first:]
+        state = starting_state(setups[0], checkpoints, load_dir)
+
+        # --- Training, stage after stage ---
+        settings = configuration.bound_values(run)
+        tracking = {"trackers": run.trackers, "settings": settings, "logged": saved.get("logged")}
         with open_session(folder, checkpoints, start_step, num_steps, profile_steps, **tracking) as session:
-            return _train_stages(setups[first:], state, session, ownership, load_dir)
+            _announce(setups, start_step, load_dir, session)
+
+            def save(step: int, state: TrainState) -> None:
+                # A run is often stopped at a step that was saved anyway.
+                if step not in checkpoints.steps():
+                    for store in setups[0].stores:
+                        store.check_unchanged()
+                    ownership.check()
+                    checkpoints.save(step, state, metadata(setups[0], step) | {"logged": session.writer.keep()})
+
+            for setup in setups:
+                if setup is not setups[0]:
+                    state = setup.begin_stage(state)
+                    lanes = f"{setup.reader.num_lanes} lanes of {setup.run.data.segment_length} tokens"
+                    session.writer.say(f"step {setup.stage.first_step:,}: {lanes} from here on")
+                if int(state.step) < setup.stage.last_step:
+                    state, stopped = _train_stage(setup, state, session, save)
+                    if stopped:
+                        return EXIT_STATUS
+            checkpoints.wait()
+            session.writer.say(f"done: {num_steps:,} steps; checkpoints and metrics are in {folder}")
+    return 0
 
 
-def _train_stages(
-    setups: Sequence[Setup], state: TrainState, session: Session, ownership: Ownership, load_dir: str | None
-) -> int:
-    """Trains from the first of these stages to the last; returns the exit status."""
-    run, start_step, say = setups[0].whole_run, int(state.step), session.writer.say
+def _announce(setups: Sequence[StageSetup], start_step: int, load_dir: str | None, session: Session) -> None:
+    """Says what these stages train, and which settings have no effect."""
+    run, reader, say = setups[0].whole_run, setups[0].reader, session.writer.say
     num_steps, warmup = run.training.num_steps, run.schedule.warmup_steps
     say(
-        f"{setups[-1].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
-        f"{setups[0].reader.padding_share:.2%} of the positions are padding"
-        f"{'; selections leak the future' if setups[0].reader.leaks_the_future else ''}"
+        f"{setups[0].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
+        f"{reader.padding_share:.2%} of the positions are padding"
+        f"{'; selections leak the future' if reader.leaks_the_future else ''}"
     )
     if load_dir is not None and start_step:
         say(f"warning: --load_dir={load_dir} is not read, because {session.folder} has a checkpoint to resume from")
     if warmup >= num_steps:
         say(f"warning: the learning rate grows for {warmup:,} steps (warmup_steps), and the run has {num_steps:,}")
-    for setup in setups:
-        if setup is not setups[0]:
-            state = setup.begin_stage(state)
-            lanes = f"{setup.reader.num_lanes} lanes of {setup.run.data.segment_length} tokens"
-            say(f"step {setup.stage.first_step:,}: {lanes} from here on")
-        if int(state.step) < setup.stage.last_step:
-            state, stopped = _train_stage(setup, state, session, ownership)
-            if stopped:
-                return EXIT_STATUS
-    session.checkpoints.wait()
-    say(f"done: {num_steps:,} steps; checkpoints and metrics are in {session.folder}")
-    return 0
 
 
-def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: Ownership) -> tuple[TrainState, bool]:
+def _train_stage(
+    setup: StageSetup, state: TrainState, session: Session, save: Callable[[int, Any], None]
+) -> tuple[TrainState, bool]:
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
-    folder, checkpoints, writer = epath.Path(session.folder), session.checkpoints, session.writer
-
-    def save(step: int, state: TrainState) -> None:
-        # A run is often stopped at a step that was saved anyway.
-        if step not in checkpoints.steps():
-            for store in setup.stores:
-                store.check_unchanged()
-            ownership.check()
-            checkpoints.save(step, state, metadata(setup, step) | {"logged": writer.keep()})
-
+    folder, writer = epath.Path(session.folder), session.writer
+    facts = log_facts(setup)
     train_step = setup.program.compile_step()
     with load_batches(
         setup.reader,
@@ -132,7 +136,7 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
         batches_ahead=run.data.batches_ahead,
         device_batches_ahead=run.data.device_batches_ahead,
     ) as batches:
-        reporter = Reporter(setup, writer, batches, save, folder)
+        log = StepLog(facts, writer, batches)
         return run_steps(
             session,
             train_step,
@@ -142,13 +146,13 @@ def _train_stage(setup: Setup, state: TrainState, session: Session, ownership: O
             stage.last_step,
             num_steps=run.training.num_steps,
             log_every=run.training.log_every,
-            report=reporter.report,
+            report=step_report(setup, log, save, folder),
             hooks=[
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
                 Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
                 # The last step has a checkpoint in any case.
                 Hook(run.training.checkpoint_every or run.training.num_steps, save),
             ],
-            outside_of_training=reporter.outside_of_training,
+            outside_of_training=log.outside_of_training,
             save=save,
         )

@@ -13,7 +13,6 @@ from meliad_like.config import RunConfig
 from meliad_like.data.batch import empty_batch
 from meliad_like.errors import UserError
 from meliad_like.mesh import (
-    COPIES,
     ParameterShardings,
     carry_shardings,
     lane_sharding,
@@ -28,8 +27,8 @@ from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.step import TrainState, init_state, make_train_step
 
 
-class Program(NamedTuple):
-    """The model and its training step on a mesh."""
+class TrainingProgram(NamedTuple):
+    """A model and its training step, divided among the devices of a mesh; nothing is compiled yet."""
 
     model: Any
     """The trained model, such as a `Model`."""
@@ -48,7 +47,7 @@ class Program(NamedTuple):
             return self.train_step.lower(self.abstract_state, self.abstract_batch).compile(options)
 
 
-def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> Program:
+def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingProgram:
     """Lays out one stage's model, its optimizer and its lanes on a mesh. It needs no documents and compiles nothing."""
     num_lanes = run.data.num_lanes
     run.model.check_sequence(run.data.segment_length, mesh.shape["sequence"])
@@ -81,18 +80,17 @@ def lay_out(
     axes: Any,
     init: Callable[[PRNGKeyArray], TrainState],
     seed: int,
-    make_step: Callable[[ParameterShardings | None], Callable[[TrainState, Any], tuple[TrainState, Any]]],
+    make_step: Callable[[ParameterShardings], Callable[[TrainState, Any], tuple[TrainState, Any]]],
     batch: Any,
     num_lanes: int,
-) -> Program:
+) -> TrainingProgram:
     """Lays out any training on a mesh. It compiles nothing.
 
     Args:
       model: the trained model, with a method `carry_axes` such as that of `Model`.
       axes: a tree like the parameters, with the logical axes of each.
       init: key of `seed` -> the state before the first step.
-      make_step: shardings of the parameters, if there are copies of them -> the step, (state, batch) -> (state,
-        metrics), as of `training.step`.
+      make_step: shardings of the parameters -> the step, (state, batch) -> (state, metrics), as of `training.step`.
       batch: an example of the batch of a step, over all hosts, whose arrays have `num_lanes` rows.
     """
     lanes = lane_sharding(mesh, num_lanes)
@@ -112,16 +110,14 @@ def lay_out(
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
-    # One copy of the parameters has nothing to divide, and constraints would change how the compiler fuses and rounds.
-    divided = any(mesh.shape[axis] > 1 for axis in COPIES)
     abstract_state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-    return Program(
+    return TrainingProgram(
         model=model,
         mesh=mesh,
         abstract_state=abstract_state,
         initialise=functools.partial(jax.jit(initialise, out_shardings=shardings), key_data),
         train_step=jax.jit(
-            make_step(params if divided else None),
+            make_step(params),
             donate_argnums=0,
             in_shardings=(shardings, lanes),
             out_shardings=(shardings, replicated(mesh)),

@@ -13,7 +13,7 @@ from meliad_like.data.batch import Batch
 from meliad_like.errors import UserError
 from meliad_like.layers.backend import sums_shares_of_gradients, takes_norm_of_updates_first
 from meliad_like.layers.lanes import choose_carry, with_backup
-from meliad_like.mesh import ParameterShardings
+from meliad_like.mesh import ONE_COPY, ParameterShardings
 from meliad_like.models.model import Model
 from meliad_like.optimization.averages import begin_at, gradient_point
 
@@ -130,7 +130,7 @@ def make_train_step(
     model: Model,
     optimizer: optax.GradientTransformation,
     config: TrainingConfig,
-    shardings: ParameterShardings | None = None,
+    shardings: ParameterShardings = ONE_COPY,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The training step of a language model, as a function to be jitted."""
     return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config, shardings)
@@ -140,33 +140,33 @@ def make_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     config: TrainingConfig,
-    shardings: ParameterShardings | None = None,
+    shardings: ParameterShardings = ONE_COPY,
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
     """The training step of any objective, as a function to be jitted; the first axis of all arrays is the lane.
 
-    With `shardings`, each copy of the parameters updates its share.
+    If there are copies of the parameters (`shardings.has_copies`), each of them updates its share.
     """
-    whole, divided, shares = shardings or (None, None, None)
-
-    def placed(tree, where):
-        return tree if where is None else jax.lax.with_sharding_constraint(tree, where)
-
     key = jax.random.key(config.seed)
     differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        # --- The gradient, at all parameters ---
         dropout_key = jax.random.fold_in(key, state.step)
-        point = placed(gradient_point(state.params, state.optimizer_state), whole)
+        point = shardings.gather(gradient_point(state.params, state.optimizer_state))
         carry, backup = with_backup(state.carry, objective.num_tokens(batch))
         gradient, (sums, carry, lane_finite) = differentiate(point, carry, batch, dropout_key)
+
+        # --- The update, of this copy's share of the parameters ---
         with jax.named_scope("optimizer"):
             # With accumulation a loop adds up all gradients: see `ParameterShardings.gradients`.
-            in_shares = sums_shares_of_gradients() and config.gradient_accumulation == 1
-            gradient = placed(placed(gradient, divided if in_shares else whole), shares)
-            old_params = placed(state.params, shares)
+            scatter = sums_shares_of_gradients() and config.gradient_accumulation == 1
+            gradient = shardings.reduce(gradient, scatter)
+            old_params = shardings.share(state.params)
             gradient = jax.tree.map(lambda g: g / objective.size(batch), gradient)
             updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, old_params)
             gradient_norm, update_norm = optax.tree.norm(gradient), optax.tree.norm(updates)
+
+        # --- The new state, which is the old one if something is not finite ---
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(gradient_norm)
         if takes_norm_of_updates_first():
             finite &= jnp.isfinite(update_norm)
@@ -176,7 +176,7 @@ def make_step(
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
-            params = placed(choose(optax.apply_updates(old_params, updates), old_params), shares)
+            params = shardings.share(choose(optax.apply_updates(old_params, updates), old_params))
             optimizer_state = choose(optimizer_state, state.optimizer_state)
             if not takes_norm_of_updates_first():
                 update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, old_params))
@@ -184,12 +184,11 @@ def make_step(
         if config.nonfinite == "skip":
             # The carry may also be non-finite.
             carry = choose(carry, objective.init_carry(params, lane_finite.shape[0]))
-            new_state = TrainState(
-                state.step + 1, params, optimizer_state, carry, state.num_skipped + ~finite, state.halted
-            )
+            step, num_skipped, halted = state.step + 1, state.num_skipped + ~finite, state.halted
         else:
             carry = choose_carry(taken, carry, backup)
-            new_state = TrainState(state.step + taken, params, optimizer_state, carry, state.num_skipped, ~taken)
+            step, num_skipped, halted = state.step + taken, state.num_skipped, ~taken
+        new_state = TrainState(step, params, optimizer_state, carry, num_skipped, halted)
         metrics = StepMetrics(
             loss=sums.loss / jnp.maximum(sums.num_tokens, 1),
             accuracy=sums.correct / jnp.maximum(sums.num_tokens, 1),

@@ -45,7 +45,7 @@ from meliad_like.training.checkpoints import Checkpoints, keep_best
 from meliad_like.training.loop import Hook, open_session, run_steps
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.processes import EXIT_STATUS
-from meliad_like.training.program import Program, lay_out
+from meliad_like.training.program import TrainingProgram, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
 Feed = Callable[[np.ndarray], Inputs]
@@ -178,7 +178,7 @@ class SelectorTraining:
         standard = {part: moments(values) for part, (values, _) in vectors[0].items()}
         return [partial(take, each) for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
 
-    def _program(self, batch: PairsBatch) -> Program:
+    def _program(self, batch: PairsBatch) -> TrainingProgram:
         """The selector and its step on the mesh."""
         selector, config, shards = self.selector, self.config, lane_shards(self.mesh)
         if config.batch_size % shards:
@@ -196,7 +196,7 @@ class SelectorTraining:
         step = partial(make_step, squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
         return lay_out(selector, self.mesh, selector.axes, init, config.seed, step, batch, config.batch_size)
 
-    def _starting_state(self, program: Program, standard: Params, checkpoints: Checkpoints) -> TrainState:
+    def _starting_state(self, program: TrainingProgram, standard: Params, checkpoints: Checkpoints) -> TrainState:
         """The newest checkpoint, or a fresh state with the pretrained encoder or the moments of its vectors."""
         abstract = program.abstract_state
         if checkpoints.steps():

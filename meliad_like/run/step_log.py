@@ -1,0 +1,169 @@
+"""What a training says of its steps: the averages of their metrics, and why it ends at a step that is not finite."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from meliad_like.data.loading import BatchIterator
+from meliad_like.data.readers import label
+from meliad_like.errors import UserError
+from meliad_like.optimization.optimizers import applied_rate
+from meliad_like.optimization.schedules import make_schedule
+from meliad_like.run.setup import StageSetup
+from meliad_like.training.hardware import peak_flops, peak_memory_bytes
+from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.step import StepMetrics, TrainState
+
+
+class LogFacts(NamedTuple):
+    """What the log of a stage needs and what is known before its first step."""
+
+    learning_rate: Callable[[int], object]
+    """Number of updates done -> the learning rate of the next one."""
+    tokens_per_step: int
+    epochs_per_step: float
+    """Of a mixture of token stores: an epoch reads as many targets as all of them have."""
+    bytes_per_token: float
+    """The number of bytes for each target; NaN if bytes are not counted."""
+    flops_per_token: float
+    peak_flops: float
+    """Peak FLOP/s of all devices."""
+    leaks_the_future: bool
+
+
+def log_facts(setup: StageSetup) -> LogFacts:
+    run, reader = setup.run, setup.reader
+    totals = [store.totals("train") for store in setup.stores]
+    targets_per_step = run.data.tokens_per_step * (1 - reader.padding_share)
+    return LogFacts(
+        learning_rate=applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps)),
+        tokens_per_step=run.data.tokens_per_step,
+        epochs_per_step=targets_per_step / sum(map(run.data.num_targets, totals)),
+        bytes_per_token=run.data.bytes_per_target(totals),
+        flops_per_token=setup.model.training_flops_per_token,
+        peak_flops=peak_flops(run.model.activation_dtype) * jax.device_count(),
+        leaks_the_future=reader.leaks_the_future,
+    )
+
+
+class StepLog:
+    """Collects the metrics of the steps between two logs, and writes their averages."""
+
+    def __init__(self, facts: LogFacts, writer: MetricsWriter, batches: BatchIterator):
+        self._facts, self._writer, self._batches = facts, writer, batches
+        self._num_steps = 0
+        self._seconds_out = self._waited = 0.0
+        self._began = time.perf_counter()
+
+    def add(self, metrics: StepMetrics) -> int:
+        """Adds a step; returns the number of steps in a row, up to this one, that were not finite."""
+        self._num_steps += 1
+        unlogged = self._writer.unlogged
+        # Skipped steps don't count in the averages.
+        unlogged.consecutive_skips = 0 if metrics.finite else unlogged.consecutive_skips + 1
+        if metrics.finite:
+            unlogged.add(int(metrics.num_tokens), {"loss": metrics.loss, "accuracy": metrics.accuracy})
+        return unlogged.consecutive_skips
+
+    def write(self, step: int, last: StepMetrics) -> None:
+        """Writes the averages of the steps since the last call; `step` is the last of them."""
+        facts, now = self._facts, time.perf_counter()
+        seconds = max(now - self._began - self._seconds_out, 1e-9)
+        averages, num_tokens = self._writer.unlogged.take()
+        bits = averages.get("loss", math.nan) / math.log(2)
+        bits_per_byte = bits / facts.bytes_per_token
+        tokens_per_second = facts.tokens_per_step * self._num_steps / seconds
+        flops = facts.flops_per_token * tokens_per_second
+        self._writer.write(
+            step,
+            {
+                "loss": averages.get("loss", math.nan),
+                "bits_per_token": bits,
+                "bits_per_byte": bits_per_byte,
+                "accuracy": averages.get("accuracy", math.nan),
+                **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
+                # The optimizer does not count skipped steps. There is no rate before that of step 0.
+                "learning_rate": float(facts.learning_rate(max(step - 1 - int(last.num_skipped), 0))),
+                "num_tokens": num_tokens,
+                "num_skipped": int(last.num_skipped),
+                "tokens_per_second": tokens_per_second,
+                "model_flops_per_second": flops,
+                "share_of_peak": flops / facts.peak_flops,
+                "data_wait_seconds": self._batches.seconds_waited - self._waited,
+                "memory_bytes": peak_memory_bytes(),
+            },
+            kind=label("train", facts.leaks_the_future),
+        )
+        speed, epochs = f"{tokens_per_second:,.0f} tokens/s", f"{step * facts.epochs_per_step:.1f} epochs"
+        skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
+        leaks = "  leaks the future" if facts.leaks_the_future else ""
+        self._writer.show(step, f"{bits_shown(bits, bits_per_byte)}  {speed}  {epochs}", skipped + leaks)
+        self._num_steps, self._seconds_out, self._waited = 0, 0.0, self._batches.seconds_waited
+        self._began = now
+
+    @contextmanager
+    def outside_of_training(self) -> Iterator[None]:
+        """A context; time spent in it does not count as training."""
+        began = time.perf_counter()
+        yield
+        self._seconds_out += time.perf_counter() - began
+
+
+def bits_shown(per_token: float, per_byte: float) -> str:
+    """The loss in a line of the log: by byte, unless bytes are not counted (`TokenStore.totals`)."""
+    return f"{per_token:.3f} bits/token" if math.isnan(per_byte) else f"{per_byte:.3f} bits/byte"
+
+
+def step_report(
+    setup: StageSetup, log: StepLog, save: Callable[[int, TrainState], None], workdir: object
+) -> Callable[[int, StepMetrics, TrainState], None]:
+    """(step, its metrics, a later state) -> logs the step: every `log_every` steps, and after the stage's last step.
+
+    `save` saves the state before a step that is not finite; messages name the `workdir`. The returned function raises
+    a UserError if the step is not finite and the policy is to stop, after saving the state before it; if too many steps
+    in a row were skipped; and whatever the policy, if the parameters after the step are not finite, which are not
+    saved.
+    """
+    training = setup.run.training
+
+    def report(step: int, metrics: StepMetrics, state: TrainState) -> None:
+        metrics = jax.device_get(metrics)
+        if not np.isfinite(metrics.parameter_norm):
+            problem = f"the parameters after step {step} are not finite, although loss and gradient were"
+            raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
+        stops = not metrics.finite and training.nonfinite == "stop"
+        if stops:
+            # Before a row is written with the steps that the resumed run has to log. A halted step changes no state.
+            save(int(state.step), setup.to_save(state))
+        num_skips = log.add(metrics)
+        if step % training.log_every == 0 or step == setup.stage.last_step:
+            log.write(step, metrics)
+        if stops:
+            raise UserError(
+                f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {int(state.step)} "
+                "is saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another "
+                f"run from there with a smaller learning rate: --load_dir={workdir} --workdir=NEW"
+            )
+        if num_skips >= min(training.max_consecutive_skips, training.num_steps):
+            skipped = f"{num_skips} steps in a row were skipped, the last one step {step}"
+            raise UserError(
+                f"{skipped}: {_culprit(setup, step, metrics)}; begin another run with a smaller learning rate: "
+                f"--load_dir={workdir} --workdir=NEW, or raise TrainingConfig.max_consecutive_skips"
+            )
+
+    return report
+
+
+def _culprit(setup: StageSetup, step: int, metrics: StepMetrics) -> str:
+    """Describes what was not finite in a step, with the documents of the first lane whose loss was not."""
+    lanes = np.flatnonzero(~metrics.lane_finite)
+    if not lanes.size:
+        return "all losses are, but the gradient or the update is not"
+    documents = np.unique(setup.reader.batch(step - 1 - setup.stage.first_step, lanes[:1].tolist()).document)
+    names = ", ".join(str(setup.reader.documents.names[i]) for i in documents if i >= 0)
+    return f"the loss of {lanes.size} of {setup.reader.num_lanes} lanes, first of lane {lanes[0]} in document {names}"
