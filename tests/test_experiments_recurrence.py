@@ -11,7 +11,7 @@ from tiny_run import mesh_of_the_first_devices
 
 from meliad_like import config
 from meliad_like.config.bindings import shipped_files
-from meliad_like.conversion.pretrained import Pretrained, convert_from_pretrained, write_huggingface
+from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingface, write_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
@@ -102,7 +102,7 @@ def place(tmp_path_factory):
     ]
     (folder / "task.gin").write_text("\n".join(task))
     vocabulary = [f"FileVocabularyConfig.model_file = '{folder / 'theirs'}'"]
-    convert_from_pretrained("huggingface", folder / "theirs", [], vocabulary, folder / "gpt2" / "checkpoints")
+    convert_from_huggingface(folder / "theirs", [], vocabulary, folder / "gpt2" / "checkpoints")
     return folder
 
 

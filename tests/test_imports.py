@@ -8,10 +8,10 @@ PACKAGE = Path(__file__).parent.parent / "meliad_like"
 LEVELS = [
     {"__main__"},
     {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "configs", "describe", "smoke", "harness"},
-    {"library"},
     {"experiments"},
     {"history"},
     {"studies", "planning", "conversion"},
+    {"library"},
     {"run"},
     {"evaluation", "generation"},
     {"training"},

@@ -243,3 +243,14 @@ def test_the_package_alone_imports_nothing_large():
         "import sys, meliad_like; assert not {'jax', 'tensorflow', 'matplotlib'} & set(sys.modules); meliad_like.load"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_our_models_are_opened_without_what_reads_those_of_other_programs(states, tmp_path):
+    opened = states.opened
+    write_checkpoint(tmp_path, opened.params, opened.run, opened.vocabulary)
+    code = (
+        "import sys, meliad_like.library as library; library.load(sys.argv[1]).read('a');"
+        "loaded = {name for name in sys.modules if name.startswith(('safetensors', 'meliad_like.conversion'))};"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)

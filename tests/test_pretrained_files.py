@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 
-import gguf
 import jax
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ from numpy_pretrained import NumpyLlama, window
 from pretrained_models import FOLDER, LLAMA_CONFIG, read
 
 from meliad_like.conversion.parameters import to_tensors
-from meliad_like.conversion.pretrained import Pretrained, read_gguf, read_huggingface, write_huggingface
+from meliad_like.conversion.pretrained import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
@@ -105,70 +104,6 @@ def test_several_files_of_bfloat16_and_older_names(tmp_path):
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(UserError, match="cannot read .*model-2.safetensors"):
         read_huggingface(tmp_path)
-
-
-def write_gguf(pretrained, path, **metadata):
-    """As llama.cpp writes it: rotary pairs side by side, queries and keys permuted by head."""
-    config, k = pretrained.config, pretrained.config.head_size
-    tensors = to_tensors(LLAMA, pretrained.params)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.model_width)
-    writer.add_feed_forward_length(config.feedforward_width)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    writer.add_rope_freq_base(config.rotary_base)
-    writer.add_token_list([f"t{i}" for i in range(pretrained.vocabulary_size)])
-    for key, value in metadata.items():
-        writer.add_string(f"llama.{key.replace('_', '.')}", value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
-    for name, value in tensors.items():
-        if "q_proj" in name or "k_proj" in name:
-            value = value.reshape(-1, 2, k // 2, config.model_width).swapaxes(1, 2).reshape(value.shape)
-        kind = gguf.GGMLQuantizationType.F32
-        if value.ndim == 2 and value.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType.Q8_0
-        theirs = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(theirs, gguf.quants.quantize(value, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_a_gguf_file(tmp_path):
-    pretrained = random_llama()
-    opened = read_gguf(write_gguf(pretrained, tmp_path / "model.gguf"))
-    # The gin file of a model must say the same.
-    assert opened.config == pretrained.config
-    jax.tree.map(np.testing.assert_array_equal, opened.params, pretrained.params)
-
-
-def test_a_quantised_gguf_file(tmp_path):
-    pretrained = random_llama(model_width=64, num_heads=4, head_size=16, feedforward_width=32)
-    opened = read_gguf(write_gguf(pretrained, tmp_path / "model.gguf"))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=np.abs(y).max() / 200), opened.params, pretrained.params
-    )
-    assert (np.asarray(opened.params["embedding"]) != pretrained.params["embedding"]).any()
-
-
-def test_damaged_gguf_files_are_refused(tmp_path):
-    path = write_gguf(random_llama(), tmp_path / "model.gguf")
-    whole = path.read_bytes()
-    for size in (3, 20, 200, 600, len(whole) // 2, len(whole) - 40):
-        path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="model.gguf is damaged, or no GGUF file"):
-            read_gguf(path)
-    path.unlink()
-    with pytest.raises(UserError, match="cannot read .*model.gguf"):
-        read_gguf(path)
-    write_gguf(random_llama(), path, rope_scaling_type="yarn")
-    with pytest.raises(UserError, match="can't honour llama.rope.scaling.type = 'yarn'"):
-        read_gguf(path)
 
 
 def test_damaged_safetensors_are_refused(tmp_path):

@@ -14,7 +14,7 @@ from meliad_like import config
 from meliad_like.config import from_json, read_changes
 from meliad_like.conversion.pretrained import (
     Pretrained,
-    convert_from_pretrained,
+    convert_from_huggingface,
     convert_to_huggingface,
     read_huggingface,
     write_huggingface,
@@ -86,7 +86,7 @@ def place(tmp_path_factory):
         for i in range(num_documents):
             words = generator.choice(["a", "rose", "is"], size=generator.integers(5, 60))
             (folder / "documents" / split / f"{i}.txt").write_text(" ".join(words))
-    convert_from_pretrained("huggingface", folder / "theirs", [], documents(folder), folder / "ours")
+    convert_from_huggingface(folder / "theirs", [], documents(folder), folder / "ours")
     run = config.parse([], [*documents(folder), *BINDINGS])
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     return folder
@@ -224,7 +224,7 @@ def test_back_to_transformers(place, trained, tmp_path):
     names = {path.name for path in (tmp_path / "back").iterdir()}
     assert names >= {"config.json", "model.safetensors", "recurrence.safetensors", "tokenizer.json"}
     ours = open_checkpoint(trained)
-    convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")
+    convert_from_huggingface(tmp_path / "back", [], [], tmp_path / "again")
     again = open_checkpoint(tmp_path / "again")
     # The recurrence, with the windows that it was trained between, comes back as well.
     assert again.run.model == ours.run.model and ours.run.model.overlap == 2
@@ -232,10 +232,10 @@ def test_back_to_transformers(place, trained, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
     with pytest.raises(UserError, match="width = 7, but .*back has 6"):
         changed = ["WindowSummary.width = 7"]
-        convert_from_pretrained("huggingface", tmp_path / "back", [], changed, tmp_path / "other")
+        convert_from_huggingface(tmp_path / "back", [], changed, tmp_path / "other")
     # Lists and tuples say the same.
     same = ["WindowSummary.layers = [1]"]
-    convert_from_pretrained("huggingface", tmp_path / "back", [], same, tmp_path / "the_same")
+    convert_from_huggingface(tmp_path / "back", [], same, tmp_path / "the_same")
     assert open_checkpoint(tmp_path / "the_same").run.model == ours.run.model
     with pytest.raises(UserError, match="back is not empty: choose another --output"):
         convert_to_huggingface(trained, tmp_path / "back")
@@ -250,9 +250,9 @@ def test_what_ends_a_text_comes_back(place, tmp_path):
     tokenizer, _ = read_tokenizer(place / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text(tokenizer.replace("<|endoftext|>", "<end>"))
     named = ["TokenizersVocabularyConfig.end_token = '<end>'"]
-    convert_from_pretrained("huggingface", tmp_path / "theirs", [], named, tmp_path / "ours")
+    convert_from_huggingface(tmp_path / "theirs", [], named, tmp_path / "ours")
     convert_to_huggingface(tmp_path / "ours", tmp_path / "back")
-    convert_from_pretrained("huggingface", tmp_path / "back", [], [], tmp_path / "again")
+    convert_from_huggingface(tmp_path / "back", [], [], tmp_path / "again")
     ours, again = (open_checkpoint(tmp_path / name).vocabulary for name in ("ours", "again"))
     assert (again.fingerprint, again.end_of_document) == (ours.fingerprint, 256)
 
@@ -260,7 +260,7 @@ def test_what_ends_a_text_comes_back(place, tmp_path):
 def test_what_contradicts_is_named(place, tmp_path):
     def refused(message, *bindings):
         with pytest.raises(UserError, match=message):
-            convert_from_pretrained("huggingface", place / "theirs", [], bindings, tmp_path / "ours")
+            convert_from_huggingface(place / "theirs", [], bindings, tmp_path / "ours")
 
     refused("num_layers = 5, but .*theirs has 2", "PretrainedConfig.num_layers = 5")
     refused("window_length=100 is more than the max_positions=12", "PretrainedConfig.window_length = 100")

@@ -2,7 +2,6 @@
 
 import json
 
-import gguf
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
@@ -34,22 +33,6 @@ def folder(tmp_path):
 
 def config(path, **fields):
     return TokenizersVocabularyConfig(model_file=str(path), **fields)
-
-
-def write_gguf(folder, path, **metadata):
-    tokens = list(json.loads((folder / "vocab.json").read_text()))
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(metadata.get("model", "gpt2"))
-    if pre := metadata.get("pre", "smollm"):
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([metadata.get("end_type", 3) if token == "<|endoftext|>" else 1 for token in tokens])
-    writer.add_token_merges(MERGES)
-    writer.add_eos_token_id(5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
 
 
 def test_merges_and_text_that_comes_back(folder):
@@ -111,18 +94,6 @@ def test_saved_with_a_store_and_loaded(folder, tmp_path):
     loaded = load_vocabulary(tmp_path / "store")
     assert (loaded.fingerprint, loaded.size, loaded.end_of_document) == (vocabulary.fingerprint, 264, 262)
     assert loaded.fingerprint != config(folder).make().fingerprint
-
-
-def test_of_a_gguf_file(folder, tmp_path):
-    path = write_gguf(folder, tmp_path / "model.gguf")
-    vocabulary = config(path).make()
-    assert vocabulary.lossless
-    plain = config(folder).make()
-    assert vocabulary.end_of_document == plain.end_of_document
-    np.testing.assert_array_equal(vocabulary.encode(TEXTS[0]), plain.encode(TEXTS[0]))
-    # Digits stay apart, as the model's own tokenizer has it, although a merge would join them.
-    assert [plain.decode([i]) for i in plain.encode("1984")] == ["19", "8", "4"]
-    assert [vocabulary.decode([i]) for i in vocabulary.encode("1984")] == ["1", "9", "8", "4"]
 
 
 def changed(folder, change):
@@ -208,15 +179,13 @@ def test_a_prompt_without_tokens_is_refused(folder, named):
     assert vocabulary.decode(encode_prompt(vocabulary, "naïve ⁇")) == "naïve ⁇"
 
 
-def test_the_end_of_a_document_is_in_no_text(folder, tmp_path):
+def test_the_end_of_a_document_is_in_no_text(folder):
     saved = json.loads(read_tokenizer(folder)[0])
     saved["added_tokens"][0]["special"] = False
     plain = TokenizersVocabulary(json.dumps(saved), "<|endoftext|>")
-    path = write_gguf(folder, tmp_path / "model.gguf", end_type=4)
-    for vocabulary in (plain, config(path).make()):
-        ids = vocabulary.encode("a<|endoftext|>b")
-        assert vocabulary.end_of_document not in ids
-        assert vocabulary.decode(ids) == "a<|endoftext|>b"
+    ids = plain.encode("a<|endoftext|>b")
+    assert plain.end_of_document not in ids
+    assert plain.decode(ids) == "a<|endoftext|>b"
 
 
 def test_all_tokens_of_a_folder(folder):
@@ -267,9 +236,6 @@ def test_what_is_refused(folder, tmp_path):
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
     refused(folder, "texts are encoded to the tokenizer's token 'Ġthe'", end_token="Ġthe")
     refused(tmp_path / "nowhere", "cannot read .*nowhere: No such file")
-    refused(write_gguf(folder, tmp_path / "a.gguf", pre="qwen2"), "can't honour its tokenizer 'gpt2' .* 'qwen2'")
-    refused(write_gguf(folder, tmp_path / "b.gguf", model="llama"), "can't honour its tokenizer 'llama'")
-    refused(write_gguf(folder, tmp_path / "c.gguf", pre=""), "can't honour its tokenizer 'gpt2' .* 'default'")
     (folder / "merges.txt").write_text("t q\n")
     refused(folder, "merges.txt: the merge 't q' is not of tokens of its vocabulary")
     (folder / "merges.txt").write_bytes(b"\xff\xfe")

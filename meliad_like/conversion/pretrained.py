@@ -1,4 +1,4 @@
-"""Pretrained models: folders of Hugging Face's transformers, and GGUF files of Llama, read without PyTorch."""
+"""Pretrained models: folders of Hugging Face's transformers, read and written without PyTorch."""
 
 import dataclasses
 import json
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 import safetensors.numpy
+from etils import epath
 from tokenizers import Tokenizer
 
 from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
-from meliad_like.conversion.pretrained_formats import GGUF_LLAMA, PLACES, from_gguf, from_huggingface, to_huggingface
-from meliad_like.data.gguf_file import open_gguf
+from meliad_like.conversion.pretrained_formats import PLACES, from_huggingface, to_huggingface
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
@@ -24,9 +24,9 @@ from meliad_like.errors import UserError, reading
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.remote import any_path, write_whole
+from meliad_like.remote import write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
-from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, write_checkpoint
+from meliad_like.run.opening import FOREIGN_FORMATS, OpenedCheckpoint, open_checkpoint, write_checkpoint
 
 CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
@@ -73,24 +73,6 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
         params |= {"recurrence": recurrence}
-    return Pretrained(config, size, params)
-
-
-def read_gguf(path: str | Path) -> Pretrained:
-    """Reads a Llama model from a GGUF file and dequantises it."""
-    file = open_gguf(path)
-    config = from_gguf(file)
-    size = len(file.value("tokenizer.ggml.tokens"))
-
-    def read(name: str) -> np.ndarray:
-        tensor = file.tensor(name)
-        if not name.endswith((".attn_q.weight", ".attn_k.weight")):
-            return tensor
-        # Rotary pairs are adjacent there. In our parameters their distance is half a head.
-        by_pair = tensor.reshape(-1, config.head_size // 2, 2, tensor.shape[-1])
-        return np.swapaxes(by_pair, 1, 2).reshape(tensor.shape)
-
-    params = fill_parameters(Model(config, size).abstract_params, file.tensors, GGUF_LLAMA, read, str(path))
     return Pretrained(config, size, params)
 
 
@@ -173,32 +155,37 @@ def _read_tensor(path: Path, name: str) -> np.ndarray:
         return file.get_tensor(name)
 
 
-def convert_from_pretrained(
-    kind: str, path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
+@FOREIGN_FORMATS.register("huggingface")
+class HuggingFaceFormat:
+    """Folders of Hugging Face's transformers: config.json, safetensors and a tokenizer."""
+
+    @staticmethod
+    def recognises(folder: epath.Path) -> bool:
+        """Whether a folder, which may be on `gs://`, has parameters in this format."""
+        return any((folder / name).exists() for name in (TENSORS_NAME, INDEX_NAME))
+
+    @staticmethod
+    def open(folder: Path, changes: Changes) -> OpenedCheckpoint:
+        """Opens a model at step 0, with these changes of its config."""
+        return open_huggingface(folder, changes)
+
+
+def convert_from_huggingface(
+    path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes our checkpoint folder at step 0 from what `open_pretrained` opens."""
-    opened = open_pretrained(kind, path, read_changes(gin_files, gin_params))
+    """Writes our checkpoint folder at step 0 from what `open_huggingface` opens."""
+    opened = open_huggingface(path, read_changes(gin_files, gin_params))
     write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
 
 
-def kind_of(path: str | Path) -> str | None:
-    """The `kind` of pretrained model at this place; None if there is none."""
-    if Path(path).suffix == ".gguf":
-        return "gguf"
-    return "huggingface" if any((any_path(path) / name).exists() for name in (TENSORS_NAME, INDEX_NAME)) else None
+def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
+    """Opens a model of transformers, as at step 0.
 
-
-def open_pretrained(kind: str, path: str | Path, changes: Changes) -> OpenedCheckpoint:
-    """Opens a model of another program, as at step 0.
-
-    The file determines the decoder and its recurrence, if it has one. The changes may set window, overlap, documents
+    The folder determines the decoder and its recurrence, if it has one. The changes may set window, overlap, documents
     and vocabulary. By default the window is all positions, or the window that the recurrence was trained with, and the
     vocabulary is the one in the model's folder.
-
-    Args:
-      kind: `huggingface`: a folder of config.json and safetensors; `gguf`: a file.
     """
-    model, size, params = read_gguf(path) if kind == "gguf" else read_huggingface(path)
+    model, size, params = read_huggingface(path)
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
     segment = changes.value("ReaderConfig.segment_length", window)
@@ -236,7 +223,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
 def _write_pretrained(opened: OpenedCheckpoint, folder: Path) -> None:
     run, model, params, vocabulary, _ = opened
     write_huggingface(Pretrained(run.model, model.vocabulary_size, params), vocabulary.end_of_document, folder)
-    # For `open_pretrained`, and for transformers as far as it can express this vocabulary.
+    # For `open_huggingface`, and for transformers as far as it can express this vocabulary.
     vocabulary.save(folder)
     if not _write_tokenizer_json(vocabulary, folder):
         print(f"{folder}: {NO_TOKENIZER.format(vocabulary.kind)}: only we read it back")

@@ -1,4 +1,4 @@
-"""The formats of pretrained models, config.json and safetensors, and GGUF files: their fields and names of tensors.
+"""The formats of pretrained models in config.json and safetensors: their fields and names of tensors.
 
 The names are in `pretrained_formats.toml`. Unsupported fields are refused, never ignored.
 """
@@ -8,12 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
-import numpy as np
-
 from meliad_like.config import field_types, fit
 from meliad_like.conversion.parameters import places_by_module
-from meliad_like.data.gguf_file import GGUFFile
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
@@ -52,7 +48,7 @@ class Format(NamedTuple):
     """The names of our modules."""
 
 
-_GPT2, _LLAMA, GGUF = (Format(**_TABLES[name]) for name in ("gpt2", "llama", "gguf"))
+_GPT2, _LLAMA = (Format(**_TABLES[name]) for name in ("gpt2", "llama"))
 _MISTRAL = _LLAMA._replace(
     class_name="MistralForCausalLM",
     names={**_LLAMA.names, "sliding_window": "sliding_window"},
@@ -60,13 +56,8 @@ _MISTRAL = _LLAMA._replace(
 )
 FORMATS = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL}
 """The formats of config.json, by its model_type."""
-_IN_GGUF = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-_GGUF_MODULES = {
-    ours: str(_IN_GGUF.get_name(theirs.format(0))).replace(".0.", ".{}.") for ours, theirs in _LLAMA.modules.items()
-}
 GPT2 = places_by_module(_GPT2.modules, transposed=False, parts=("query", "key", "value"))
 LLAMA = places_by_module(_LLAMA.modules)
-GGUF_LLAMA = places_by_module(_GGUF_MODULES)
 PLACES = {"gpt2": GPT2, "llama": LLAMA}
 
 
@@ -106,27 +97,10 @@ def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
     return _make(ROTARY_SCALINGS[kind], owner, fields)
 
 
-def from_gguf(file: GGUFFile) -> PretrainedConfig:
-    """The config of the decoder in a GGUF file; its window is all positions."""
-    architecture = file.value("general.architecture")
-    if architecture != "llama":
-        raise UserError(f"{file.path} is a {architecture} model: of GGUF files we read llama")
-    # The file has single precision: 9.999999747378752e-06 is the 1e-05 in other files of the model.
-    saved = {
-        key: float(str(np.float32(value))) if type(value) is float else value
-        for key, value in file.values("llama.").items()
-    }
-    fields = {"activation": "silu", "tied_embedding": "output.weight" not in file.tensors}
-    config = _read(saved, GGUF, str(file.path), rotary_scaling=RotaryScaling(), **fields)
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-        if (value := saved.get(key, config.head_size)) != config.head_size:
-            raise UserError(f"{file.path}: we can't honour {key} = {value} with heads of {config.head_size}")
-    return config
-
-
-def _read(saved: Mapping[str, Any], form: Format, owner: str, **fields: Any) -> PretrainedConfig:
-    """The config of a file with these entries, and with the fields that are known otherwise."""
-    types, fields = field_types(PretrainedConfig), {"architecture": form.architecture, **fields}
+def _read(saved: Mapping[str, Any], form: Format, owner: str, rotary_scaling: RotaryScaling) -> PretrainedConfig:
+    """The config of a file with these entries, whose rotary scaling is already known."""
+    types = field_types(PretrainedConfig)
+    fields: dict[str, Any] = {"architecture": form.architecture, "rotary_scaling": rotary_scaling}
     for name in (name for name in DECODER_FIELDS if name not in fields):
         key = form.names.get(name)
         value = None if key is None else saved.get(key)

@@ -25,11 +25,8 @@ from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-# llama.cpp's names of the pre-tokenizers, which split text before byte pairs are merged.
-GGUF_PRE_TOKENIZERS = {"gpt-2": (), "smollm": (pre_tokenizers.Digits(individual_digits=True),)}
 LIKE_GPT_2 = ("GPT2", "Roberta", "Bart", "CodeGen", "Longformer", "LED", "Whisper", "Blenderbot")
 """The tokenizers of transformers that split text as GPT-2's does."""
-CONTROL, USER_DEFINED = 3, 4  # Two of GGUF's types of tokens.
 CONTEXT, MAX_TRIALS = 256, 16
 END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
 # The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
@@ -49,8 +46,8 @@ BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().ite
 @VOCABULARIES.register("tokenizers")
 @dataclass(frozen=True)
 class TokenizersVocabularyConfig(FileVocabularyConfig):
-    """The byte-level BPE of a pretrained model: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with
-    vocab.json and merges.txt."""
+    """The byte-level BPE of a pretrained model: a tokenizer.json, or a folder with tokenizer.json or with vocab.json
+    and merges.txt."""
 
     end_token: str = ""
     """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
@@ -207,13 +204,11 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
     """The contents of a tokenizer.json, and the token that ends documents (`DEFAULT_END`, if there is one).
 
     Args:
-      path: a tokenizer.json, a GGUF file, or a folder with tokenizer.json or with vocab.json and merges.txt.
+      path: a tokenizer.json, or a folder with tokenizer.json or with vocab.json and merges.txt.
     """
     path = Path(path).expanduser()
     end = ""
-    if path.suffix == ".gguf":
-        tokenizer, end = _from_gguf(path)
-    elif not path.is_dir():
+    if not path.is_dir():
         tokenizer = read_text(path, "tokenizer")
     elif not any((path / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
         raise UserError(f"{path} has no tokenizer: neither {TOKENIZER_NAME} nor vocab.json and merges.txt")
@@ -242,7 +237,7 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
 
 def byte_tokenizer() -> tuple[str, str]:
     """The contents of a tokenizer.json whose tokens are the bytes, and after them its token that ends documents."""
-    return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], [], (), "bytes"), DEFAULT_END
+    return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], "bytes"), DEFAULT_END
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
@@ -292,48 +287,20 @@ def _from_merges(vocabulary: Path, merges: Path, end: str) -> str:
     pairs = [line for line in lines if line and not line.startswith("#version")]
     ids = read_object(vocabulary)
     special = [DEFAULT_END] if DEFAULT_END in ids or not end else []
-    return _byte_level(ids, pairs, special, [], (), str(merges))
+    return _byte_level(ids, pairs, special, str(merges))
 
 
-def _from_gguf(path: Path) -> tuple[str, str]:
-    # Reading the file's header takes a second, so it is read only if needed.
-    from meliad_like.data.gguf_file import open_gguf
-
-    file = open_gguf(path)
-    # Older files don't name the pre-tokenizer, and their models have different ones.
-    model, pre = file.value("tokenizer.ggml.model", ""), file.value("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
-        raise UserError(
-            f"{path}: we can't honour its tokenizer {model!r} with pre-tokenizer {pre!r}, only 'gpt2' with "
-            f"{', '.join(GGUF_PRE_TOKENIZERS)}: give the model's own {TOKENIZER_NAME}"
-        )
-    tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
-    special, plain = ([t for t, kind in zip(tokens, kinds) if kind == role] for role in (CONTROL, USER_DEFINED))
-    ids = {token: i for i, token in enumerate(tokens)}
-    tokenizer = _byte_level(
-        ids, file.value("tokenizer.ggml.merges"), special, plain, GGUF_PRE_TOKENIZERS[pre], str(path)
-    )
-    return tokenizer, tokens[file.value("tokenizer.ggml.eos_token_id")]
-
-
-def _byte_level(
-    vocabulary: dict[str, int],
-    merges: Sequence[str],
-    special: list[str],
-    plain: list[str],
-    splitters: tuple,
-    owner: str,
-) -> str:
+def _byte_level(vocabulary: dict[str, int], merges: Sequence[str], special: list[str], owner: str) -> str:
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for pair in pairs:
         if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
             raise UserError(f"{owner}: the merge {' '.join(pair)!r} is not of tokens of its vocabulary")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splitters, byte_level])  # type: ignore[assignment]
+    # A sequence of one, so that stores and checkpoints of GPT-2's merges keep their fingerprints.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([byte_level])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
     return tokenizer.to_str()
 
 

@@ -54,7 +54,7 @@ from meliad_like.training.metrics import read_rows
 LOG_NAME = "log.txt"
 HOW_TO_GET_ONE = (
     "python -m meliad_like.convert huggingface --input=FOLDER --output=DIR/checkpoints makes it from a folder of "
-    "transformers, convert gguf from a GGUF file"
+    "transformers"
 )
 
 

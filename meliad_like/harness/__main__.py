@@ -20,7 +20,7 @@ COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.string(
     "checkpoint",
     None,
-    "Checkpoint folder, the --workdir of a training, a folder of transformers, or a GGUF file.",
+    "Checkpoint folder, the --workdir of a training, or a folder of transformers.",
     required=True,
 )
 STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")

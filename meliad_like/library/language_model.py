@@ -11,7 +11,6 @@ import numpy as np
 
 from meliad_like.caches import keep_compiled_programs
 from meliad_like.config import read_changes
-from meliad_like.conversion.pretrained import kind_of, open_pretrained
 from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
@@ -26,8 +25,7 @@ from meliad_like.generation.reading import (
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
-from meliad_like.remote import local_files
-from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint
+from meliad_like.run.opening import OpenedCheckpoint, open_model
 from meliad_like.run.text import EncodedText, carry_identity, encode_text
 
 Text = str | Sequence[int] | np.ndarray
@@ -61,7 +59,7 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
 
     Args:
       path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers (GPT-2,
-        Llama) with its tokenizer, all of them also on `gs://`; or a GGUF file.
+        Llama) with its tokenizer, all of them also on `gs://`.
       step: which checkpoint of a training; None: the newest that is not damaged.
       gin_params: bindings that change the model's config, such as `"DecoderConfig.attention_kernel = 'none'"`, as with
         the flag `--gin_param`; one, or several.
@@ -72,12 +70,7 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
     """
     keep_compiled_programs()
     changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
-    if (kind := kind_of(path)) is not None:
-        if step is not None:
-            raise UserError(f"step={step}: {path} is not a training, and has only one state")
-        with local_files(path) as place:
-            return LanguageModel(open_pretrained(kind, place, changes))
-    return LanguageModel(open_checkpoint(path, step=step, changes=changes))
+    return LanguageModel(open_model(path, step=step, changes=changes))
 
 
 class LanguageModel:

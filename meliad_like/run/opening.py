@@ -10,17 +10,22 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import RunConfig, bound_values, differences, rebuild
+from meliad_like.config import Changes, RunConfig, bound_values, differences, rebuild
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
+from meliad_like.registry import Registry
 from meliad_like.remote import any_path, flush_all, local_files, written_locally
 from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
+FOREIGN_FORMATS = Registry("format", "meliad_like.conversion.pretrained")
+"""The formats of other programs' models: classes with two static functions. `recognises(folder)` says whether a folder,
+which may be on `gs://`, is in the format, and `open(folder, changes)` opens one of this machine. They are imported only
+where a folder without checkpoints of ours is opened."""
 
 
 class OpenedCheckpoint(NamedTuple):
@@ -120,6 +125,18 @@ def open_checkpoint(
         placed = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
         params, _ = checkpoints.restore_params(placed, metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
+
+
+def open_model(folder: epath.PathLike, *, step: int | None = None, changes: Changes) -> OpenedCheckpoint:
+    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program."""
+    if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
+        for other in FOREIGN_FORMATS.values():
+            if other.recognises(any_path(folder)):
+                if step is not None:
+                    raise UserError(f"step={step}: {folder} is not a training, and has only one state")
+                with local_files(folder) as place:
+                    return other.open(place, changes)
+    return open_checkpoint(folder, step=step, changes=changes)
 
 
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
