@@ -55,7 +55,6 @@ setup(
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.2"],
         "harness": ["lm_eval[ruler]>=0.4.13", "transformers>=5"],  # EleutherAI's lm-evaluation-harness
-        "fairseq": ["torch>=2.6"],  # for reading its checkpoints, and for nothing else
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],  # the site: mkdocs build --strict
         "dev": [
             "beartype>=0.20",

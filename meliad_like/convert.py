@@ -5,7 +5,6 @@
     meliad_like convert meliad_gin --input=FOLDER --output=FILE.gin --gin_file=THEIRS.gin [--gin_file=...]
     meliad_like convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
     meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
-    meliad_like convert fairseq --input=FILE.pt --output=DIR --gin_file=... [--gin_file=...]
     meliad_like convert stablehlo --checkpoint=DIR --output=FOLDER [--gin_param=...]
 
 For the reference, google-research/meliad, gin files describe the model as it was trained; it does not mask the empty
@@ -14,8 +13,7 @@ its dense memory --gin_file=melodi/dense_4k.gin, RepeatedInput.layers = (7,) and
 `meliad_gin` makes one gin file of files in the reference's folder transformer/configs, --gin_file=base_memory.gin and
 --gin_file=recurrent/bias_skip.gin for example, in this order, and names what has no counterpart.
 Pretrained models contain their own config; gin files may set how they read, such as PretrainedConfig.window_length, and
-the documents. Fairseq's word models need gin files for everything: --gin_file=shortformer/shortformer.gin
---gin_file=task/wikitext103.gin, and the dictionary as FileVocabularyConfig.model_file.
+the documents.
 
 A folder of `stablehlo` has programs for CPUs, GPUs and TPUs, the parameters, and read_model.py, which reads and writes
 with them where jax and flatbuffers are installed.
@@ -29,7 +27,7 @@ from absl import flags
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-SUBJECTS = ("meliad", "meliad_gin", "huggingface", "fairseq", "stablehlo")
+SUBJECTS = ("meliad", "meliad_gin", "huggingface", "stablehlo")
 COMMAND = Command(__doc__, subjects=SUBJECTS, used_by={"reverse": ("meliad", "huggingface"), "gin_file": SUBJECTS[:-1]})
 INPUT = COMMAND.string("input", None, "Their file or folder; our folder for --reverse, stablehlo.", required=True)
 flags.DEFINE_alias("checkpoint", "input", COMMAND.flags)
@@ -41,7 +39,7 @@ def main(subject: str) -> None:
     if REVERSE.value and COMMAND.gin_flags:
         raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.conversion import fairseq, meliad, meliad_gin, pretrained, stablehlo
+    from meliad_like.conversion import meliad, meliad_gin, pretrained, stablehlo
 
     gin = COMMAND.gin_file.value, COMMAND.gin_param.value
     if REVERSE.value:
@@ -54,8 +52,7 @@ def main(subject: str) -> None:
     elif subject == "huggingface":
         pretrained.convert_from_huggingface(INPUT.value, *gin, OUTPUT.value)
     else:
-        read = meliad.convert_from_meliad if subject == "meliad" else fairseq.convert_from_fairseq
-        read(INPUT.value, COMMAND.read_config(), OUTPUT.value)
+        meliad.convert_from_meliad(INPUT.value, COMMAND.read_config(), OUTPUT.value)
     print(f"{subject}: {INPUT.value} -> {OUTPUT.value}")
 
 

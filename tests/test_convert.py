@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from decoders import recurrent
 
-from meliad_like.config import RunConfig
+from meliad_like.config import RunConfig, parse
 from meliad_like.conversion.meliad import (
     convert_from_meliad,
     convert_to_meliad,
@@ -316,7 +316,7 @@ def test_command_line(tmp_path):
         np.testing.assert_array_equal(file["embed/embedding"], theirs["embed/embedding"])
 
 
-SUBJECTS = "meliad or meliad_gin or huggingface or fairseq or stablehlo"
+SUBJECTS = "meliad or meliad_gin or huggingface or stablehlo"
 
 
 @pytest.mark.parametrize(
@@ -330,3 +330,9 @@ SUBJECTS = "meliad or meliad_gin or huggingface or fairseq or stablehlo"
 def test_mistakes_are_one_line(words, message):
     done = convert(*words, "--input=a", "--output=b")
     assert (done.returncode, done.stderr.strip().splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")
+
+
+def test_a_shortformer_is_not_the_references(tmp_path):
+    run = parse(["shortformer/infused_cache.gin"])
+    with pytest.raises(UserError, match="the reference has decoders alone, and this model is a shortformer"):
+        convert_from_meliad("theirs.npz", run, tmp_path)

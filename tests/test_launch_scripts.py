@@ -198,4 +198,4 @@ def test_extras_that_launch_names_exist():
     named = set(re.findall(r"(?:ACCELERATOR=|EXTRA=|EXTRA:-|set_up_environment )([a-z]\w*)", text))
     assert {"base", "tpu", "gpu", "gpu_cuda12"} <= named <= set(extras)
     hints = "".join(path.read_text() for path in (*ROOT.glob("meliad_like/**/*.py"), *ROOT.glob("docs/*.md")))
-    assert {"tpu", "gpu", "fairseq", "harness"} <= set(re.findall(r"meliad_like\[(\w+)\]", hints)) <= set(extras)
+    assert {"tpu", "gpu", "harness"} <= set(re.findall(r"meliad_like\[(\w+)\]", hints)) <= set(extras)
