@@ -126,8 +126,9 @@ def test_a_vocabulary_without_a_tokenizer_gets_none():
 
 
 @needs_torch
-def test_the_tokens_of_a_unigram_model_are_ours(tmp_path):
-    vocabulary = sentencepiece("unigram")
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_the_tokens_of_a_sentencepiece_model_are_ours(model_type, tmp_path):
+    vocabulary = sentencepiece(model_type)
     _, tokenizer = opened(exported(SLIDE, tmp_path, vocabulary)[1])
     for text in (TEXT, "", " a  \u2581b", *TEXT):
         tokens = vocabulary.encode(text).tolist()

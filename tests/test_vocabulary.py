@@ -1,13 +1,11 @@
 import argparse
 import io
-import random
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer
 
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import (
@@ -110,37 +108,6 @@ def test_size_multiple():
 def test_token_out_of_range(token):
     with pytest.raises(UserError, match=f"token {token} is out of range for a vocabulary of 257"):
         ByteVocabulary().decode([65, token])
-
-
-@pytest.mark.parametrize("settings", [{}, {"user_defined_symbols": ["</s>", "self.", "t", "e  e"], "eos_id": -1}])
-def test_the_exported_tokens_are_ours(settings):
-    """BPE models whose pieces overlap, with symbols that are never merged, on documents and on their parts at random:
-    a piece that could be merged in two ways would show, and that a symbol with a space is in no text."""
-    model = io.BytesIO()
-    keeping = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
-    keeping |= {"allow_whitespace_only_pieces": True, "byte_fallback": True, "bos_id": -1, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[0].splitlines(keepends=True)),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=700,
-        **keeping | settings,
-    )
-    vocabulary = SentencePieceVocabulary(model.getvalue())
-    tokenizer = vocabulary.for_tokenizers()
-    assert tokenizer is not None
-    text, end = tokenizer
-    exported = Tokenizer.from_str(text)
-    exported.encode_special_tokens = True
-    assert exported.token_to_id(end) == vocabulary.end_of_document
-    rng = random.Random(0)
-    pieces = [vocabulary.decode([i]) for i in range(260, 700)]
-    random_texts = ["".join(rng.choices(["  ", " ", "e", *pieces], k=30)) for _ in range(500)]
-    for text in (*TEXTS, *HARD, "<unk>a<0x0A><0x41></s>\u2581\r\n", *random_texts):
-        ids = vocabulary.encode(text).tolist()
-        assert exported.encode(text, add_special_tokens=False).ids == ids
-        assert exported.decode(ids) == text == vocabulary.decode(ids)
-        assert vocabulary.end_of_document not in ids
 
 
 def test_training_size_and_repeatability():

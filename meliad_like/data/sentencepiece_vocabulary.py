@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Literal
 import numpy as np
 import sentencepiece
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
-from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from meliad_like.data.vocabulary import DEFAULT_END, VOCABULARIES, FileVocabularyConfig, Vocabulary
+from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
 from meliad_like.validation import check_positive
 
@@ -87,49 +85,6 @@ class SentencePieceVocabulary(Vocabulary):
         end = self._processor.eos_id()
         return self._processor.id_to_piece(end) if end >= 0 else None
 
-    def for_tokenizers(self) -> tuple[str, str] | None:
-        """`Vocabulary.for_tokenizers` for BPE models that keep text as it is.
-
-        Not for unigram models: SentencePiece adds their scores in single precision and `tokenizers` in double, which
-        prefer different segmentations of nearly equal scores, in long texts more often.
-        """
-        proto = ModelProto.FromString(self._model)
-        spec, kinds = proto.trainer_spec, ModelProto.SentencePiece
-        if spec.model_type != spec.BPE or not self.lossless:
-            return None
-        pieces = list(enumerate(proto.pieces))
-        texts = (kinds.NORMAL, kinds.USER_DEFINED)
-        if any(
-            piece.type == kinds.UNUSED or (len(piece.piece) == 1 and piece.type not in texts) for _, piece in pieces
-        ):
-            return None
-        scores = {piece.piece: piece.score for _, piece in pieces if piece.type == kinds.NORMAL}
-        # A piece is merged inside of any text as it is alone, because no merge across its ends can come before. So each
-        # piece has one last merge, and those together are all merges. A piece that none gives is in no text.
-        merges = {piece: parts for piece in scores if len(piece) > 1 and (parts := _last_merge(piece, scores))}
-        ordered = sorted(merges, key=lambda piece: -scores[piece])
-        if any(scores[one] == scores[next_one] for one, next_one in itertools.pairwise(ordered)):
-            return None
-        if not {part for parts in merges.values() for part in parts} <= {piece.piece for _, piece in pieces}:
-            return None
-
-        # Spaces are written as spaces, so that a U+2581 of the text is a character without a piece, as in `encode`.
-        def spaced(piece: str) -> str:
-            return piece.replace("\u2581", " ")
-
-        ids = {spaced(piece.piece): i for i, piece in pieces}
-        end = self.end_piece or DEFAULT_END
-        if len(ids) < len(pieces) or ids.get(end, len(ids)) != self.end_of_document:
-            return None
-        pairs = [(spaced(left), spaced(right)) for left, right in map(merges.__getitem__, ordered)]
-        tokenizer = Tokenizer(models.BPE(ids, pairs, byte_fallback=True))
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
-        # SentencePiece never finds a symbol with a space, because the spaces of a text have become U+2581.
-        symbols = [spaced(p.piece) for _, p in pieces if p.type == kinds.USER_DEFINED and " " not in p.piece]
-        tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
-        tokenizer.add_special_tokens([AddedToken(end, special=True)])
-        return tokenizer.to_str(), end
-
     def encode(self, text: str) -> np.ndarray:
         if len(self._byte_ids) < 256 or self.prefix:
             return np.asarray(self._processor.encode(text), np.int32)
@@ -150,18 +105,6 @@ class SentencePieceVocabulary(Vocabulary):
         model = ModelProto.FromString(self._model)
         model.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-
-
-def _last_merge(piece: str, scores: dict[str, float]) -> tuple[str, str] | None:
-    """The parts that BPE merges last when it encodes a piece alone; None if it is left in other pieces."""
-    parts = list(piece)
-    while len(parts) > 2:
-        pairs = [left + right for left, right in itertools.pairwise(parts)]
-        best = max(range(len(pairs)), key=lambda i: scores.get(pairs[i], -np.inf))  # The first one of equal scores.
-        if pairs[best] not in scores:
-            return None
-        parts[best : best + 2] = [pairs[best]]
-    return (parts[0], parts[1])
 
 
 def read_model(path: str | Path) -> bytes:
