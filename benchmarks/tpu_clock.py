@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from compiled_text import KINDS, Instruction, Module
 
 import meliad_like
 from meliad_like.config import RunConfig
 from meliad_like.mesh import make_mesh
 from meliad_like.mixers.base import MIXERS
-from meliad_like.planning.collectives import KINDS, Instruction, Module
 from meliad_like.planning.programs import Need, measure, state_parts
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import make_program

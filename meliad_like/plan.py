@@ -2,8 +2,8 @@
 
     meliad_like plan --gin_file=size/large_1200m.gin --gin_file=option/bfloat16.gin --topology=v4:2x2x4
 
-Compiles the real training, evaluation and decoding steps, and shows the memory, traffic and operations of each device,
-and the least time that these take. If a step does not fit, the exit status is 1, and the nearest settings that fit are
+Compiles the real training, evaluation and decoding steps, and shows the memory and operations of each device, and
+the least time that these take. If a step does not fit, the exit status is 1, and the nearest settings that fit are
 named.
 """
 

@@ -12,94 +12,11 @@ from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.gpus import GPUS
 from meliad_like.planning.programs import Need, needs, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, open_topology
 from meliad_like.training.program import make_program
-
-HLO = """HloModule step, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(f32[] %x, f32[] %y)
-}
-
-%body (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
-  %all-gather.1 = f32[8,4]{1,0:T(8,128)} all-gather(f32[8,2] %piece), dimensions={1}
-  ROOT %tuple = (s32[], f32[8,4]) tuple(s32[] %i, f32[8,4] %all-gather.1)
-}
-
-ENTRY %main (p: f32[8,4], /*index=1*/q: bf16[16]) -> f32[8,4] {
-  %all-reduce-start.2 = (f32[8,4], f32[8,4]) all-reduce-start(f32[8,4] %p), to_apply=%add
-  %all-reduce-done.2 = f32[8,4] all-reduce-done((f32[8,4], f32[8,4]) %all-reduce-start.2)
-  %reduce-scatter.3 = bf16[16]{0} reduce-scatter(bf16[128] %q), to_apply=%add
-  ROOT %while.1 = (s32[], f32[8,4]) while((s32[], f32[8,4]) %init), condition=%less, body=%body, TRIPS
-}
-""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}')
-
-
-def test_collectives_are_counted_as_often_as_they_run():
-    assert traffic(Module(HLO)) == {
-        "all-reduce": Traffic(1, 8 * 4 * 4),
-        "all-gather": Traffic(5, 5 * 8 * 4 * 4),
-        "reduce-scatter": Traffic(1, 16 * 2),
-    }
-
-
-# As libtpu writes them: the operand, the result and two counters; several results; a gather in three fusions, beside
-# products that it hides behind; a fusion that reduces and scatters; a loop whose condition alone says its trips.
-TPU_HLO = """HloModule step
-
-%start (piece: bf16[8,2]) -> (bf16[8,2], bf16[8,4], u32[]) {
-  %all-gather.1 = bf16[8,4]{1,0} all-gather(%piece), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
-  ROOT %custom-call.1 = (bf16[8,2], bf16[8,4], u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="Start"
-}
-
-%async_collective_fusion.1 (piece.1: bf16[8,2]) -> (f32[4,4], bf16[8,4]) {
-  %all-gather.2 = bf16[8,4]{1,0} all-gather(%piece.1), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
-  ROOT %tuple.1 = (f32[4,4], bf16[8,4]) tuple(%product, %all-gather.2)
-}
-
-%done (piece.2: bf16[8,2]) -> bf16[8,4] {
-  %all-gather.3 = bf16[8,4]{1,0} all-gather(%piece.2), channel_id=8, dimensions={1}, frontend_attributes={chain_id="0"}
-  ROOT %custom-call.2 = bf16[8,4]{1,0} custom-call(%piece.2, %all-gather.3), custom_call_target="Done"
-}
-
-%all-reduce-scatter.1 (input: f32[8,4]) -> f32[2,4] {
-  %all-reduce.4 = f32[8,4]{1,0:T(8,128)} all-reduce(%input), channel_id=6, to_apply=%add
-  ROOT %dynamic-slice.1 = f32[2,4]{1,0} dynamic-slice(%all-reduce.4, %place, %zero), dynamic_slice_sizes={2,4}
-}
-
-%body (arg: (s32[], bf16[8,2])) -> (s32[], bf16[8,2]) {
-  %async-start = (bf16[8,2], bf16[8,4], u32[]{:S(2)}) fusion(%piece.3), kind=kCustom, calls=%start
-  %fusion.1 = (f32[4,4], bf16[8,4]) fusion(%piece.4), kind=kOutput, calls=%async_collective_fusion.1
-  %async-done = bf16[8,4] fusion(%piece.5), kind=kCustom, calls=%done
-  %fusion.2 = f32[2,4] fusion(%gradient), kind=kCustom, calls=%all-reduce-scatter.1
-}
-
-%less (arg.1: (s32[], bf16[8,2])) -> pred[] {
-  %constant.1 = s32[]{:T(128)} constant(6)
-  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.1), direction=LT
-}
-
-ENTRY %main (p: f32[8,4]) -> f32[8,4] {
-  %permute.1 = (f32[8,4]{1,0}, f32[8,4]{1,0:S(3)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p)
-  %collective-permute-done = f32[8,4]{1,0:S(3)} collective-permute-done(%permute.1)
-  %all-reduce-start = (f32[8,4]{1,0}, f32[4]{0}) all-reduce-start(%p, %q), channel_id=3, to_apply=%add
-  %all-reduce-done = (f32[8,4]{1,0}, f32[4]{0}) all-reduce-done(%all-reduce-start)
-  %while.1 = (s32[]{:T(128)}, bf16[8,2]) while(%init), condition=%less, body=%body
-}
-"""
-
-
-def test_collectives_as_the_tpu_compiler_writes_them():
-    assert traffic(Module(TPU_HLO)) == {
-        "all-reduce": Traffic(1, (8 * 4 + 4) * 4),
-        "all-gather": Traffic(6, 6 * 8 * 4 * 2),
-        "reduce-scatter": Traffic(6, 6 * 8 * 4 * 4),
-        "collective-permute": Traffic(1, 8 * 4 * 4),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +44,6 @@ def test_parts_equal_a_hand_count(run, planned):
     assert training.parts["batch"] == 2 * (64 * (4 + 4 + 1) + 4 * (1 + 4 + 4))
     assert training.flops == model.training_flops_per_token * 512 / 8
     assert decoding.flops == model.forward_flops_per_token * 8 / 8
-    assert "all-reduce" in training.collectives
     assert all(need.activations > 0 and need.total > 0 for need in planned)
 
 
@@ -138,11 +54,11 @@ def test_a_quick_plan_says_the_same_of_memory(run, planned):
 
 
 def need_of(total_gib, **changes):
-    plain = Need("training", TOPOLOGY, {"parameters": 0}, int(total_gib * GIB), 0, 0, {}, 1e12, 0.0)
+    plain = Need("training", TOPOLOGY, {"parameters": 0}, int(total_gib * GIB), 0, 0, 1e12, 0.0)
     return plain._replace(**changes)
 
 
-TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e11, 1e14))
+TOPOLOGY = Topology("v4:2", [None] * 2, "TPU v4", Chip(32 * GIB, 1e12, 1e14))
 UNKNOWN = TOPOLOGY._replace(chip=None)
 
 
@@ -150,10 +66,10 @@ def test_what_fits_and_what_limits():
     assert need_of(31).fits
     assert not need_of(33).fits
     assert need_of(1e6, topology=UNKNOWN).fits
-    linked = need_of(1, collectives={"all-reduce": Traffic(1, int(1e11))})
-    assert linked.seconds == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12, "links": 1.0}
-    assert linked._replace(topology=UNKNOWN).seconds == {}
-    written = to_json([linked])
+    small = need_of(1)
+    assert small.seconds == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12} and small.limited_by == "arithmetic"
+    assert small._replace(topology=UNKNOWN).seconds == {}
+    written = to_json([small])
     assert json.loads(json.dumps(written))["programs"][0]["fits"]
 
 

@@ -23,8 +23,6 @@ class Gpu(NamedTuple):
     """Bytes."""
     bandwidth: int
     """Bytes per second of the memory."""
-    link_bandwidth: float
-    """Bytes per second of NVLink in one direction."""
 
     def target_config(self) -> str:
         """The text of XLA's `GpuTargetConfigProto`."""
@@ -57,8 +55,8 @@ class Gpu(NamedTuple):
         """
 
 
-_A100 = Gpu("NVIDIA A100-SXM4-80GB", "major: 8", 108, 64, 1.41, 40, 164, 85_100_068_864, 2_039_000_000_000, 300e9)
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", "major: 8", 108, 64, 1.41, 40, 164, 85_100_068_864, 2_039_000_000_000)
 _HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES"
-_H100 = Gpu("NVIDIA H100 80GB HBM3", _HOPPER, 132, 128, 1.98, 50, 228, 84_942_979_072, 3_352_000_000_000, 450e9)
+_H100 = Gpu("NVIDIA H100 80GB HBM3", _HOPPER, 132, 128, 1.98, 50, 228, 84_942_979_072, 3_352_000_000_000)
 _H200 = _H100._replace(kind="NVIDIA H200", memory=150_000_000_000, bandwidth=4_800_000_000_000)
 GPUS = {"a100": _A100, "h100": _H100, "h200": _H200}

@@ -14,7 +14,6 @@ import numpy as np
 from meliad_like.config import RunConfig
 from meliad_like.evaluation.perplexity import evaluation_step
 from meliad_like.mesh import COPIES, MeshConfig, carry_shardings, lane_sharding, make_mesh, replicated
-from meliad_like.planning.collectives import Module, Traffic, traffic
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import TrainingProgram, make_program
 
@@ -39,7 +38,6 @@ class Need(NamedTuple):
     results: int
     """Results that don't take the place of arguments."""
     code: int
-    collectives: dict[str, Traffic]
     flops: float
     """By our own count, divided evenly among the devices."""
     compile_seconds: float
@@ -64,7 +62,6 @@ class Need(NamedTuple):
             "arithmetic": self.flops / chip.peak_flops,
             # At least: all arguments are read once, and temporary memory is written and read.
             "memory": (sum(self.parts.values()) + 2 * self.activations) / chip.memory_bandwidth,
-            "links": sum(kind.num_bytes for kind in self.collectives.values()) / chip.link_bandwidth,
         }
 
     @property
@@ -141,7 +138,7 @@ def measure(
     except jax.errors.JaxRuntimeError as error:
         if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
-        return Need(name, topology, parts, activations, 0, 0, {}, flops, time.perf_counter() - began, gave_up=True)
+        return Need(name, topology, parts, activations, 0, 0, flops, time.perf_counter() - began, gave_up=True)
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -149,8 +146,7 @@ def measure(
     # a GiB. On a CPU the former is right, and the peak is that of the arguments.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     activations = memory.temp_size_in_bytes if topology.kind == "cpu" else peak
-    code, collectives = memory.generated_code_size_in_bytes, traffic(Module(compiled.as_text()))
-    return Need(name, topology, parts, activations, results, code, collectives, flops, seconds)
+    return Need(name, topology, parts, activations, results, memory.generated_code_size_in_bytes, flops, seconds)
 
 
 def refused_bytes(message: str, held: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The report of a plan: memory, traffic and time of each program on each device, and the nearest settings that fit."""
+"""The report of a plan: memory and time of each program on each device, and the nearest settings that fit."""
 
 import contextlib
 import math
@@ -24,9 +24,6 @@ def table(planned: Sequence[Need]) -> Table:
     rows["total"] = [_gib(need.total) for need in planned]
     if topology.chip is not None:
         rows["left"] = [_gib(topology.chip.memory - need.total) for need in planned]
-    for kind in sorted({kind for need in planned for kind in need.collectives}):
-        moved = [need.collectives.get(kind) for need in planned]
-        rows[kind] = [f"{t.count:,} of {t.num_bytes / 1e6:,.1f} MB" if t else "" for t in moved]
     rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in planned]
     for name in planned[0].seconds:
         rows[f"ms of {name}, at least"] = [f"{1e3 * need.seconds[name]:,.3f}" for need in planned]
@@ -42,9 +39,7 @@ def to_json(planned: Sequence[Need]) -> dict[str, Any]:
     topology = planned[0].topology
     derived = ("total", "limited_by", "fits", "seconds")
     programs = [
-        need._asdict()
-        | {"topology": topology.name, "collectives": {kind: t._asdict() for kind, t in need.collectives.items()}}
-        | {name: getattr(need, name) for name in derived}
+        need._asdict() | {"topology": topology.name} | {name: getattr(need, name) for name in derived}
         for need in planned
     ]
     memory = topology.chip and topology.chip.memory

@@ -27,21 +27,16 @@ class Chip(NamedTuple):
     """Without what a TPU's compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages; of a GPU
     the three quarters that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
     memory_bandwidth: float
-    link_bandwidth: float
-    """The bandwidth of the links to all neighbours together, in one direction."""
     peak_flops: float
     """FLOP/s of bfloat16 matrix products."""
 
 
 CHIPS = {
-    "TPU v4": Chip(30.75 * GIB, 1228e9, 300e9, DATASHEET_FLOPS["TPU v4"]),
-    "TPU v5 lite": Chip(15.75 * GIB, 819e9, 200e9, DATASHEET_FLOPS["TPU v5 lite"]),
-    "TPU v5": Chip(95.74 * GIB, 2765e9, 600e9, DATASHEET_FLOPS["TPU v5"]),
-    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, 448e9, DATASHEET_FLOPS["TPU v6 lite"]),
-} | {
-    gpu.kind: Chip(0.75 * gpu.memory, gpu.bandwidth, gpu.link_bandwidth, DATASHEET_FLOPS[gpu.kind])
-    for gpu in GPUS.values()
-}
+    "TPU v4": Chip(30.75 * GIB, 1228e9, DATASHEET_FLOPS["TPU v4"]),
+    "TPU v5 lite": Chip(15.75 * GIB, 819e9, DATASHEET_FLOPS["TPU v5 lite"]),
+    "TPU v5": Chip(95.74 * GIB, 2765e9, DATASHEET_FLOPS["TPU v5"]),
+    "TPU v6 lite": Chip(31.25 * GIB, 1640e9, DATASHEET_FLOPS["TPU v6 lite"]),
+} | {gpu.kind: Chip(0.75 * gpu.memory, gpu.bandwidth, DATASHEET_FLOPS[gpu.kind]) for gpu in GPUS.values()}
 
 
 class Topology(NamedTuple):
