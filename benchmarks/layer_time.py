@@ -142,7 +142,10 @@ def programs() -> Iterator[tuple[tuple[str, str, str], Callable, Callable]]:
 
 def main(_) -> None:
     device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, {LANES.value} x {SEGMENT.value} tokens, {DTYPE.value}", flush=True)
+    print(
+        f"{device.device_kind}, jax {jax.__version__}, {LANES.value} x {SEGMENT.value} tokens, {DTYPE.value}",
+        flush=True,
+    )
     todo = [(name, *found, kind) for name, *found in programs() for kind in PASSES]
 
     def build(job):

@@ -114,7 +114,9 @@ def main(_) -> None:
     import fla
     import triton
 
-    print(f"{torch.cuda.get_device_name()}, fla {fla.__version__}, torch {torch.__version__}, triton {triton.__version__}")
+    print(
+        f"{torch.cuda.get_device_name()}, fla {fla.__version__}, torch {torch.__version__}, triton {triton.__version__}"
+    )
     rows = []
     for name, (function, make) in rules().items():
         try:
