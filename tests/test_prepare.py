@@ -341,7 +341,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     for i in range(5):
         (folder / f"{i}.md").write_text("note")
     (folder / "one.txt").write_text("text")
-    message = r"no documents for training: .*, 1 for test .*; 5 files were passed over \(5 with .md\): suffixes = "
+    message = r"training: .*, 1 for test .*, by SourceConfig.validation_share and .*; 5 files were passed over"
     with pytest.raises(UserError, match=message):
         prepare(TextSource(folder=str(folder), test_share=0.9), BYTES, tmp_path / "store", 1, for_training=True)
     prepare(TextSource(folder=str(folder), test_share=0.0, validation_share=0.01), BYTES, tmp_path / "store", 1)

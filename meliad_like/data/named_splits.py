@@ -5,9 +5,15 @@ A word for a split counts in every folder and file below the source's folder: `w
 between characters that are not letters, perhaps with an ending (`testset`, `trainData`): `latest` and `contest` are no
 tests. Spaces do not separate words in the name of a text file, which is often a title.
 
+Folders decide. Words inside the name of a file count only where no folder is named after a split: `squad_test.jsonl`
+is for the test, `validation/example_holdout_0.jsonl` for validation. Where such a word is the whole name of the file,
+it must agree with the folders: `train/test.jsonl` is an error. A folder for evaluation, or of what is held out, may
+hold both splits: `evaluation/test.jsonl` is for the test.
+
 All files are named after splits, or none is: otherwise a file that is held out under another name (`blind.txt`) would
 be dealt to any split. Where the only split that is named is `train`, all documents are for training if every path
-begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out.
+begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out. No error here advises to ignore the
+names, or to read a folder further down: documents that are held out would be dealt into training.
 """
 
 import re
@@ -22,26 +28,52 @@ WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eva
 WORDS |= dict.fromkeys(("test", "testing", "heldout", "holdout"), "test")
 
 
-def splits_of_path(file: str) -> set[str]:
-    """The splits that the folders of a path and its file are named after."""
-    return _splits_in(re.split(r"[\W\d_]+", file))
+VAGUE = ("eval", "evaluation", "heldout", "holdout")
+"""Words that may stand for both splits that are held out; another word decides which, if there is one."""
+FILLERS = ("", "of", "split")
+"""Words that may stand beside a split's in the name of a file that is named after the split alone."""
+
+
+def splits_of_path(file: str, separators: str = r"[\W\d_]+") -> set[str]:
+    """The split that a file is for by the names of its folders and its own; empty if they name none.
+
+    Args:
+      separators: pattern of what separates words in the name of the file.
+
+    Returns:
+      Several splits if the names contradict each other.
+    """
+    folder, _, name = file.rpartition("/")
+    in_folders, in_name = _split_words(_stems(folder)), _split_words(_stems(name, separators))
+    if not in_folders:
+        return _splits_in(in_name)
+    is_whole_name = {*_stems(name.partition(".")[0], separators)} <= {*WORDS, *FILLERS}
+    says_which = in_folders <= {*VAGUE} and not _splits_in(in_name - {*VAGUE}) <= {"train"}
+    return _splits_in(in_folders | in_name if is_whole_name or says_which else in_folders)
 
 
 def splits_of_text(file: str) -> set[str]:
     """The same for a text file, whose name may be a title."""
-    folder, _, name = file.rpartition("/")
-    return splits_of_path(folder) | _splits_in(re.split(r"[-._=\d]+", name))
+    return splits_of_path(file, r"[-._=\d]+")
 
 
 def splits_of_repository(file: str) -> set[str]:
     """The split that the first folder of a path is named after: what is inside of a repository is its own."""
     first, slash, _ = file.partition("/")
-    return _splits_in([first] if slash else [])
+    return _splits_in(_split_words(_stems(first, "/"))) if slash else set()
 
 
-def _splits_in(words: Iterable[str]) -> set[str]:
-    stems = (re.sub("(set|data)$", "", word.strip().lower()) for word in words)
-    return {WORDS[stem] for stem in stems if stem in WORDS}
+def _stems(name: str, separators: str = r"[\W\d_]+") -> list[str]:
+    return [re.sub("(set|data)$", "", word.strip().lower()) for word in re.split(separators, name)]
+
+
+def _split_words(stems: Iterable[str]) -> set[str]:
+    return {stem for stem in stems if stem in WORDS}
+
+
+def _splits_in(words: set[str]) -> set[str]:
+    certain = {WORDS[word] for word in words if word not in VAGUE}
+    return certain if certain - {"train"} else {WORDS[word] for word in words}
 
 
 def named_splits(
@@ -57,20 +89,15 @@ def named_splits(
     named = {file: splits_of(file) for file in files}
     if not any(named.values()):
         return {}
-    way_out = "or bind FolderSourceConfig.splits_by_name = False if these names are not of splits"
+    way_out = f"move or rename it, or leave it out with {type(config).__name__}.exclude"
     for file, splits in named.items():
         if len(splits) > 1:
-            raise UserError(
-                f"{root / file} is named after several splits ({', '.join(sorted(splits))}): rename it, read a folder "
-                f"further down (FolderSourceConfig.folder = {str((root / file).parent)!r}), {way_out}"
-            )
+            raise UserError(f"{root / file} is named after several splits ({', '.join(sorted(splits))}): {way_out}")
     unnamed = [file for file, splits in named.items() if not splits]
     if unnamed:
         example = next(file for file, splits in named.items() if splits)
         raise UserError(
-            f"{root} has files or folders named after splits (such as {example}), but {unnamed[0]} is not: move or "
-            f"rename it, leave it out with {type(config).__name__}.exclude, name documents in "
-            f"SourceConfig.test_documents instead, {way_out}"
+            f"{root} has files or folders named after splits (such as {example}), but {unnamed[0]} is not: {way_out}"
         )
     return {file: split for file, (split,) in named.items()}
 

@@ -309,11 +309,12 @@ def _check_store(folder: Path, config: SourceConfig, source: Source, written: Wr
     numbers = {split: totals.documents for split, totals in written.splits.items()}
     if not any(numbers.values()) or (for_training and not numbers["train"]):
         counts = ", ".join(f"{number} for {split}" for split, number in numbers.items())
+        by_lists = "SourceConfig.validation_documents and test_documents" if config.listed else ""
+        by_share = "SourceConfig.validation_share and test_share" if source.by_share else ""
         raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({left_out}); "
-            f"{source.passed_over or 'no files were passed over'}; SourceConfig.validation_documents and "
-            "test_documents name the documents of these splits, and FolderSourceConfig.splits_by_name = False ignores "
-            "names of files and folders"
+            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({left_out}), by "
+            f"{by_lists or by_share or 'the names of folders and files'}; "
+            f"{source.passed_over or 'no files were passed over'}"
         )
 
 

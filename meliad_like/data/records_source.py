@@ -72,7 +72,7 @@ class RecordsSourceConfig(FolderSourceConfig):
         if named and found_in is None and self.splits_by_name and not self.listed:
             raise BadDocumentError(
                 f"{place} is of {min(named)} by its field {SPLIT_FIELD!r}, which is not read: write the records of "
-                "each split to a file named after it, or bind FolderSourceConfig.splits_by_name = False"
+                "each split to a file named after it"
             )
         return Document(str(name), self.split_of(str(name), found_in), text)
 
@@ -81,21 +81,24 @@ class RecordsSourceConfig(FolderSourceConfig):
 class RecordFilesSourceConfig(RecordsSourceConfig):
     """The fields of sources of files with many records; the folder may also be one such file."""
 
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of the files to read; (): those of the kind of source."""
     exclude: tuple[str, ...] = ()
     """Patterns of names of files and folders to leave out."""
 
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """The suffixes of the names of the files that are read."""
+    usual_suffixes: ClassVar[tuple[str, ...]] = ()
+    """The suffixes of the files that this kind of source reads."""
     unreadable: ClassVar[str] = ""
     """What is said of a damaged file."""
 
     def open(self) -> Source:
         path, passed_over = Path(self.folder).expanduser().absolute(), ""
-        if self.folder.endswith(self.suffixes) and path.is_file():
+        suffixes = self.suffixes or self.usual_suffixes
+        if self.folder.endswith(suffixes) and path.is_file():
             root, files = path.parent, [path.name]
         else:
             root = self.existing_folder()
-            files, passed_over = list_files(root, self.suffixes, self.exclude)
+            files, passed_over = list_files(root, suffixes, self.exclude)
         # `zstd FILE` keeps the file.
         if copies := {f"{file}{suffix}" for file in files for suffix in (".gz", ".zst")} & set(files):
             copy = root / min(copies)
@@ -140,9 +143,12 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
 @SOURCES.register("jsonl")
 @dataclass(frozen=True)
 class JsonLinesSource(RecordFilesSourceConfig):
-    """Files with one JSON object per line (`.jsonl`, also `.gz` and `.zst`); the folder may also be one such file."""
+    """Files with one JSON object per line (`.jsonl` and `.ndjson`, also compressed by gzip or zstd, as which `.json.gz`
+    and `.json.zst` are read too); the folder may also be one such file."""
 
-    suffixes = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+    usual_suffixes = (
+        ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst",
+    )  # fmt: skip
     unreadable = "cannot be decompressed"
 
     def records(self, path: Path) -> Iterator[bytes]:
@@ -172,7 +178,7 @@ class ParquetSource(RecordFilesSourceConfig):
     """Parquet files (`.parquet`), one document per row, of which only the fields for text and name are read; the folder
     may also be one such file."""
 
-    suffixes = (".parquet",)
+    usual_suffixes = (".parquet",)
     unreadable = "cannot be read as parquet"
 
     def count(self, files: Sequence[Path]) -> int | None:

@@ -27,7 +27,7 @@ class LogFacts(NamedTuple):
     """Number of updates done -> the learning rate of the next one."""
     tokens_per_step: int
     epochs_per_step: float
-    """Of a mixture of token stores: an epoch reads as many targets as all of them have."""
+    """An epoch of a mixture of token stores reads as many targets as all of them have."""
     bytes_per_token: float
     """The number of bytes for each target; NaN if bytes are not counted."""
     flops_per_token: float
@@ -37,6 +37,7 @@ class LogFacts(NamedTuple):
 
 
 def log_facts(setup: StageSetup) -> LogFacts:
+    """What the log of a stage needs. On a device without a data sheet it measures the peak rate, once."""
     run, reader = setup.run, setup.reader
     totals = [store.totals("train") for store in setup.stores]
     targets_per_step = run.data.tokens_per_step * (1 - reader.padding_share)
