@@ -31,7 +31,7 @@ setup(
     package_dir={"meliad_like.gin_files": "gin"},
     package_data={
         "meliad_like": ["py.typed"],
-        "meliad_like.gin_files": ["**/*.gin"],
+        "meliad_like.gin_files": ["**/*.gin", "**/*.csv"],
         "meliad_like.conversion": ["*.csv", "*.toml"],
         "meliad_like.experiments.tables": ["*.csv", "*.gin"],
         "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],

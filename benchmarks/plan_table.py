@@ -18,7 +18,7 @@ import jax
 import pandas as pd
 from absl import app, flags
 
-from meliad_like.config import RunConfig, parse, shipped_files
+from meliad_like.config import RunConfig, parse, read_table
 from meliad_like.errors import UserError
 from meliad_like.planning import report
 from meliad_like.planning.programs import needs
@@ -28,18 +28,18 @@ from meliad_like.run.setup import vocabulary_size
 from meliad_like.tables import Table
 
 RESULTS = flags.DEFINE_string("results", "runs/planning", "Folder of results.json and table.md.")
-MATCH = flags.DEFINE_multi_string("match", [], "Compile only where file@topology contains all of these. Repeatable.")
+MATCH = flags.DEFINE_multi_string("match", [], "Compile only where row@topology contains all of these. Repeatable.")
 
 
 class Setting(NamedTuple):
-    """How the gin files of a folder are planned."""
+    """How the rows of a table are planned."""
 
-    folder: str
+    table: str
     options: tuple[str, ...]
-    """Gin files in addition to each."""
+    """Gin files in addition to each row."""
     topologies: tuple[str, ...]
     vocabulary_size: int | None
-    """None: as the file says."""
+    """None: as the row says."""
 
 
 # The paper's 32 replicas are the 32 cores of a v4-32, which JAX runs as 16 devices; others have GPUs.
@@ -47,22 +47,18 @@ CHIPS_1 = ("v4:1x1x1", "v5e:1x1", "v6e:1x1")
 CHIPS_8 = ("v4:2x2x2", "v5e:2x4", "v6e:2x4")
 CHIPS_16 = ("v4:2x2x4", "v5e:4x4", "v6e:4x4")
 BFLOAT16 = "option/bfloat16.gin"
-SHORTFORMER = ("", *(f"/table{number}" for number in (1, 2, 3, 4, 9, 11, 12)), "/unequal")
 SETTINGS = (
-    *(Setting(f"block_recurrent{table}", (BFLOAT16,), CHIPS_16, 32_000) for table in ("", "/table4", "/table3")),
+    *(Setting(f"block_recurrent/{table}", (BFLOAT16,), CHIPS_16, 32_000) for table in ("table1", "table4", "table3")),
     Setting("block_recurrent/table5", (BFLOAT16,), CHIPS_16, None),
-    *(Setting(f"shortformer{folder}", (), CHIPS_8, 267_744) for folder in SHORTFORMER),
+    *(Setting(f"shortformer/{table}", (), CHIPS_8, 267_744) for table in ("tables", "table9", "table11", "table12")),
     Setting("recurrent_pretrained/tables", ("pretrained/gpt2_small.gin",), CHIPS_1, 50_257),
-    Setting("recurrent_pretrained/figures", ("pretrained/gpt2_small.gin",), CHIPS_1, 50_257),
 )
-PARTS = ("shortformer/protocol.gin", "shortformer/book_corpus.gin")
-"""Files that are not runs of their own."""
 
 
 class Entry(NamedTuple):
     """A run on a topology."""
 
-    file: str
+    row: str
     run: RunConfig
     vocabulary_size: int
     topology: str
@@ -83,13 +79,13 @@ class Entry(NamedTuple):
 
 
 def entries(settings: Sequence[Setting] = SETTINGS) -> Iterator[Entry]:
-    """All runs of the tables, folder by folder and, in a folder, topology by topology."""
+    """All runs, table by table and, in a table, topology by topology."""
     for setting in settings:
-        files = [file for file in shipped_files() if file.rpartition("/")[0] == setting.folder and file not in PARTS]
-        runs = {file: parse([file, *setting.options]) for file in files}
+        rows = [f"{setting.table}/{row}" for row in read_table(setting.table)]
+        runs = {row: parse([row, *setting.options]) for row in rows}
         for topology in setting.topologies:
-            for file, run in runs.items():
-                yield Entry(file, run, setting.vocabulary_size or vocabulary_size(run), topology)
+            for row, run in runs.items():
+                yield Entry(row, run, setting.vocabulary_size or vocabulary_size(run), topology)
 
 
 def compile_entry(entry: Entry) -> dict[str, Any]:
@@ -102,25 +98,25 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
 
 
 def make_tables(entries: Sequence[Entry], results: dict[str, Any]) -> str:
-    """Markdown: for each paper a table with a row for the files of one program, and a column for each topology.
+    """Markdown: for each paper a table, with a line for the rows of one program and a column for each topology.
 
-    Rows without any result are left out. A bold size does not fit. Arithmetic limits the time where no word follows it.
+    Lines without a result are left out. A bold size does not fit. Arithmetic limits the time where no word follows it.
     """
-    places = [(e.file.split("/")[0], e.file, e.topology, e.key) for e in entries]
-    frame = pd.DataFrame(places, columns=["paper", "file", "topology", "key"])
+    places = [(e.row.split("/")[0], e.row, e.topology, e.key) for e in entries]
+    frame = pd.DataFrame(places, columns=["paper", "row", "topology", "key"])
     tables = []
     for paper, of_paper in frame.groupby("paper", sort=False):
-        programs = of_paper.groupby("file", sort=False)["key"].agg(tuple)
-        rows = [
+        programs = of_paper.groupby("row", sort=False)["key"].agg(tuple)
+        lines = [
             (
-                ", ".join(f"`{file.removeprefix(f'{paper}/').removesuffix('.gin')}`" for file in files),
+                ", ".join(f"`{row.removeprefix(f'{paper}/')}`" for row in rows.index),
                 *(_cell(results.get(key)) for key in keys),
             )
-            for keys, files in ((keys, files.index) for keys, files in programs.groupby(programs, sort=False))
+            for keys, rows in programs.groupby(programs, sort=False)
             if results.keys() & set(keys)
         ]
-        if rows:
-            tables.append(Table("", (f"`{paper}`", *of_paper["topology"].unique()), rows).to_markdown())
+        if lines:
+            tables.append(Table("", (f"`{paper}`", *of_paper["topology"].unique()), lines).to_markdown())
     return "\n".join(tables)
 
 
@@ -138,13 +134,13 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def make(folder: Path, words: Sequence[str]) -> None:
-    """Compiles what has no result yet and has all of these words in `file@topology`; writes the tables."""
+    """Compiles what has no result yet and has all of these words in `row@topology`; writes the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     all_entries = list(entries())
     for entry in all_entries:
-        name = f"{entry.file}@{entry.topology}"
+        name = f"{entry.row}@{entry.topology}"
         if entry.key not in results and all(word in name for word in words):
             print(name, flush=True)
             results[entry.key] = compile_entry(entry)

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[1, 5, 20, 80])
     parser.add_argument("--vocabulary_size", type=int, default=50_257)
     arguments = parser.parse_args()
-    files = arguments.gin_file or ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_overlap_0.gin"]
+    files = arguments.gin_file or ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_300_0"]
     run = config.parse(files, arguments.gin_param)
     assert isinstance(run.model, PretrainedConfig)
     plain = Model(dataclasses.replace(run.model, mixers=()), arguments.vocabulary_size)

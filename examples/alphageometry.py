@@ -12,7 +12,7 @@ random weights are written under the names and in the shapes of meliad's checkpo
 
     python -m meliad_like.convert meliad --input=CHECKPOINT --output=DIR --gin_file=size/medium_150m.gin ...
 
-with the gin files `FILES` below, and AlphaGeometry's vocabulary: --gin_param="RunConfig.vocabulary = 'sentencepiece'"
+with `FILES` and `PARAMS` below, and AlphaGeometry's vocabulary: --gin_param="RunConfig.vocabulary = 'sentencepiece'"
 and --gin_param="FileVocabularyConfig.model_file = 'geometry.757.model'". `--checkpoint=DIR` opens the result. Here the
 vocabulary is a list of the words of a few problems.
 """
@@ -33,7 +33,8 @@ from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel, State
 from meliad_like.models.model import Model
 
-FILES = ("size/medium_150m.gin", "option/window_1024.gin", "option/unmasked_empty_cache.gin", "option/segment_1024.gin")
+FILES = ("size/medium_150m.gin", "option/unmasked_empty_cache.gin")
+PARAMS = ("DecoderConfig.window_length = 1024", "ReaderConfig.segment_length = 1024")
 VOCABULARY_SIZE = 1024
 PROBLEM = "{S} a : ; b : ; c : ; d : T a b c d 00 T a c b d 01 ? T a d b c {F1} x00"
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *"CDIMOPTS^:;.?=/", "{S}", "{F1}", "x00", *(f"{i:02}" for i in range(100))]
@@ -110,7 +111,7 @@ def make_random_checkpoint(folder: Path, changes: Sequence[str] = ()) -> Path:
         f"FileVocabularyConfig.model_file = '{folder / 'words.txt'}'",
         f"VocabularyConfig.size_multiple = {VOCABULARY_SIZE}",
     ]
-    run = config.parse(FILES, [*vocabulary, *changes])
+    run = config.parse(FILES, [*PARAMS, *vocabulary, *changes])
     params = Model(run.model, VOCABULARY_SIZE).init(jax.random.key(0))
     np.savez(folder / "theirs.npz", **to_meliad(params))
     convert_from_meliad(folder / "theirs.npz", run, folder / "converted")

@@ -92,7 +92,7 @@ def test_one_command_runs_all():
 TWO = """
 import sys
 from meliad_like import configs, describe
-for command, *words in ((configs, "1024", "TABLE 3 ("), (configs, "no such"), (describe, "--noconfig", *sys.argv[1:])):
+for command, *words in ((configs, "1024", "TABLE3/"), (configs, "no such"), (describe, "--noconfig", *sys.argv[1:])):
     sys.argv[1:] = words
     try:
         command.COMMAND.run(command.main)
@@ -105,11 +105,10 @@ def test_commands_run_one_after_the_other_in_one_process():
     flags = ["--gin_file=size/tiny.gin", "--gin_file=block_recurrent/fixed_skip.gin", "--vocabulary_size=256"]
     result = forked.run("-c", TWO, *flags)
     first, second, third = re.split(r"status (?:0|1|None)\n", result.stdout)[:3]
-    assert first.splitlines()[1:] == [
-        "option/states_1024.gin                  Table 3 (b): 1024 state vectors in each recurrent layer.",
-        "option/window_1024.gin                  Table 3 (a): a window of 1024 tokens.",
+    assert first.splitlines() == [
+        "block_recurrent/table3/states_1024  Rec:fixed:skip, 1024 states",
     ], result.stderr
-    assert second == "no gin file has 'no such' in its name or description\n"
+    assert second == "no gin file or row has 'no such' in its name or description\n"
     assert re.search(r"parameters +│ +42,476 ", third)
 
 

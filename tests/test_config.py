@@ -8,7 +8,7 @@ import forked
 import pytest
 
 from meliad_like import config
-from meliad_like.config import bindings
+from meliad_like.config import files as config_files
 from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
 
@@ -66,7 +66,7 @@ def test_a_mistake_in_a_parameter_is_one_line(gin_params, expected):
     ],
 )
 def test_the_error_for_an_unknown_file_names_the_nearest(name, nearest):
-    assert message([name]) == f"no gin file {name!r} (nearest: {nearest})"
+    assert message([name]) == f"no gin file or row {name!r} (nearest: {nearest})"
 
 
 def test_files_that_contradict_each_other_are_named_with_their_values():
@@ -114,7 +114,51 @@ def test_a_file_overrides_what_it_includes_if_that_is_given_as_well(tmp_path):
 
 def test_an_included_file_that_contradicts_another_file_is_named(tmp_path):
     name = write(tmp_path, "mine.gin", "include 'size/tiny.gin'\n")
-    assert "size/tiny.gin:8" in message([name, "option/window_128.gin"])
+    assert "size/tiny.gin:8" in message([name, "block_recurrent/xl_512.gin"])
+
+
+def write_table(folder, *lines):
+    """Writes a table of the user's; returns the beginning of its rows' names."""
+    return write(folder, "mine.csv", "\n".join(["name,label,files,bindings,note", *lines])).removesuffix(".csv")
+
+
+def test_a_row_is_a_file_that_includes_others(tmp_path):
+    table = write_table(tmp_path, 'a,A,size/tiny.gin,"MeshConfig.data = 1; DecoderConfig.num_layers = 5",', "b,B,,,")
+    model = config.parse([f"{table}/a"]).model
+    assert (model.num_layers, model.model_width) == (5, 32)
+    assert config.parse([f"{table}/a", "size/tiny.gin"]).model == model
+    assert config.parse([f"{table}/b"]) == config.parse()
+    inside = write(tmp_path, "inside.gin", f"include '{table}/a'\nDecoderConfig.num_layers = 6\n")
+    assert config.parse([inside, f"{table}/a"]).model.num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "expected"),
+    [
+        (
+            "a,A,,NUM_STATES = 8,",
+            ["memory_map/base.gin"],
+            "NUM_STATES is 8 in TABLE/a and 32 in memory_map/base.gin:15",
+        ),
+        ("a,A,,DecoderConfig.num_leyers = 8,", [], "TABLE/a: DecoderConfig has no parameter num_leyers"),
+        ("a,A,size/tiny.gin,", [], "TABLE/a: a row has as many cells as the header, among them name, files and "),
+        ("a,A,no.gin,,", [], "no gin file or row 'no.gin'"),
+        ("a,A,,RecurrentStates.gate lstm,", [], "TABLE/a: bad gin syntax: "),
+        ("a,A,,,\na,B,,,", [], "TABLE/a: the table has two rows of this name"),
+        ("a,A,TABLE/a,,", [], "gin files include each other: TABLE/a -> TABLE/a"),
+        ("able,A,,,", [], "TABLE.csv has no row 'a' (nearest: able)"),
+    ],
+)
+def test_an_error_names_the_row(tmp_path, line, names, expected):
+    table = str(tmp_path / "mine")
+    write_table(tmp_path, line.replace("TABLE", table))
+    assert expected.replace("TABLE", table) in message([f"{table}/a", *names])
+
+
+def test_a_name_with_a_suffix_or_without_its_table_leads_to_the_row():
+    assert message(["states_128"]) == "no gin file or row 'states_128' (nearest: block_recurrent/table3/states_128)"
+    expected = "block_recurrent/table3.csv has no row 'states_128.gin' (nearest: states_128)"
+    assert message(["block_recurrent/table3/states_128.gin"]) == expected
 
 
 def test_files_that_include_each_other_are_an_error(tmp_path):
@@ -163,7 +207,7 @@ def test_an_installed_package_has_its_own_copy_of_the_files(tmp_path, monkeypatc
     write(tmp_path / "package" / "gin_files", "base.gin", "DecoderConfig.num_layers = 5\n")
     # Next to an installed package lies the gin library, without base.gin.
     (tmp_path / "gin").mkdir()
-    monkeypatch.setattr(bindings, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(config_files, "_PACKAGE", tmp_path / "package")
     assert config.parse().model.num_layers == 5
 
 
@@ -373,7 +417,7 @@ def test_flags_reach_the_config():
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("--gin_file=size/tinny.gin", "error: no gin file 'size/tinny.gin' (nearest: size/tiny.gin)\n"),
+        ("--gin_file=size/tinny.gin", "error: no gin file or row 'size/tinny.gin' (nearest: size/tiny.gin)\n"),
         ("--gin_fil=size/tiny.gin", "error: Unknown command line flag 'gin_fil'. Did you mean: gin_file ?\n"),
         ("size/tiny.gin", "error: unexpected argument 'size/tiny.gin'; flags are written --name=value\n"),
     ],

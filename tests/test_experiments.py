@@ -17,7 +17,7 @@ import tiny_run
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
-from meliad_like.config import shipped_files
+from meliad_like.config import read_table
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
@@ -260,7 +260,7 @@ def test_a_table_of_partial_results(tmp_path):
 
 def test_the_table_of_mixers_has_all_their_files(tmp_path):
     table = SUBJECTS["mixers"]
-    assert [row.files for row in table.rows[3:]] == [(file,) for file in shipped_files() if file.startswith("mixer/")]
+    assert [row.gin_file for row in table.rows[3:]] == [f"mixer/table/{name}" for name in read_table("mixer/table")]
     for row, bits in (("slide_13l", 1.0), ("retention", 0.9)):
         write_result(tmp_path, table.row(row), bits_per_byte=bits)
     rows = table_rows(experiment(tmp_path, "mixers", seeds=(0,)).results().to_markdown("tiny"))

@@ -9,8 +9,6 @@ import pytest
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
-from meliad_like import config
-from meliad_like.config.bindings import shipped_files
 from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingface, write_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
@@ -43,19 +41,6 @@ def test_a_row_is_its_gin_files(name):
     model = configure(TABLE.row(name), TABLE.scales["paper"]).model
     assert (model.window_length, model.overlap) == (int(window), int(overlap))
     assert (model.summary is not None) == (kind == "recurrent")
-
-
-def test_every_file_is_a_row():
-    files = {
-        name for name in shipped_files() if name.startswith(("recurrent_pretrained/tables/", "recurrent_pretrained/f"))
-    }
-    missing = files - {row.files[0] for row in TABLE.rows}
-    # What tables and figures both have is there once.
-    for name in missing:
-        assert "window_300" in name
-        twin = name.replace("figures/", "tables/").replace("window_300_", "")
-        assert config.parse([name]) == config.parse([twin])
-    assert len(missing) == 4
 
 
 def test_what_is_not_recurrent_is_trained_once_for_each_window():

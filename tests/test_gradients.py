@@ -1,4 +1,4 @@
-"""Every parameter of every shipped gin file's model is trained: none has a gradient of zero."""
+"""Every parameter of the model of every shipped gin file and row is trained: none has a gradient of zero."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gin_parameters import needs
+from shipped import NAMES, needs
 
 from meliad_like import config
 from meliad_like.config import construction
@@ -46,9 +46,9 @@ def structure_of(settings):
 
 
 def small_models():
-    """The models of all shipped files, made small by the rule; of those that differ in their sizes alone the first."""
+    """The models of all shipped files and rows, made small; of those that differ in their sizes alone the first."""
     runs = {}
-    for file in config.shipped_files():
+    for file in NAMES:
         run, _ = construction.build(collect([file, *needs(file)], []), config.RunConfig, HistorySettings)
         runs.setdefault(str(structure_of(run.model)), pytest.param(run, id=file))
     return list(runs.values())

@@ -164,12 +164,13 @@ def test_unusable_python_gets_one_line(checkout, environment, message):
     assert checkout.installs() == []
 
 
-def test_wheel_from_the_source_distribution_contains_every_module_and_gin_file(built):
+def test_wheel_from_the_source_distribution_contains_every_module_gin_file_and_table(built):
     archive, wheel = built
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", archive, wheel], check=True)
     suffixes = (".py", ".css", ".csv", ".gin", ".js", ".html", ".toml", ".typed")
     expected = {str(p.relative_to(ROOT)) for p in ROOT.glob("meliad_like/**/*") if p.suffix in suffixes}
-    expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in ROOT.glob("gin/**/*.gin")}
+    gin_files = [path for path in ROOT.glob("gin/**/*") if path.suffix in (".gin", ".csv")]
+    expected |= {f"meliad_like/gin_files/{path.relative_to(ROOT / 'gin')}" for path in gin_files}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected

@@ -1,9 +1,8 @@
-"""The files of gin/melodi: their models' sizes, and that each is a row of the table."""
+"""The rows of MELODI's table: their protocol, and their models' sizes."""
 
 import pytest
 
 from meliad_like import config
-from meliad_like.config.bindings import shipped_files
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
@@ -11,7 +10,7 @@ from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule
 from meliad_like.registry import configs_in
 
-ROWS = {row.files[0].removeprefix("melodi/").removesuffix(".gin"): row for row in SUBJECTS["melodi"].rows}
+ROWS = {row.name: row for row in SUBJECTS["melodi"].rows}
 
 
 def idle(width, u=64, window=512):
@@ -30,14 +29,9 @@ SIZES = {
 }
 
 
-def test_every_file_is_a_row():
-    files = {name.removeprefix("melodi/").removesuffix(".gin") for name in shipped_files() if "melodi/" in name}
-    assert files == set(ROWS)
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_the_protocol_of_a_row(name):
-    run = config.parse(ROWS[name].files)
+    run = config.parse([ROWS[name].gin_file])
     assert (run.data.segment_length, run.data.tokens_per_step) == (4096, 32 * 4096)
     assert isinstance(run.schedule, CosineSchedule) and run.training.num_steps == 500_000
 
@@ -52,7 +46,7 @@ def test_parameters_of_a_size(size):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_keeps_its_proportions_at_tiny(name):
-    whole, tiny = config.parse(ROWS[name].files).model, configure(ROWS[name], SCALES["tiny"]).model
+    whole, tiny = config.parse([ROWS[name].gin_file]).model, configure(ROWS[name], SCALES["tiny"]).model
     assert [type(part) for part in configs_in(tiny)] == [type(part) for part in configs_in(whole)]
     for melodi, small in zip(whole.layer_kinds, tiny.layer_kinds, strict=True):
         assert small.long_slots * melodi.long_length == melodi.long_slots * small.long_length or name == "window_128"

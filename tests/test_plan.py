@@ -231,7 +231,7 @@ def test_the_papers_sizes_by_hand(size, mesh, expected):
     [
         ("block_recurrent/fixed_skip.gin", "v4:2x2x4", 9.4),
         ("block_recurrent/fixed_skip.gin", "v5e:4x4", 9.3),
-        ("block_recurrent/table4/recurrent_1300m.gin", "v4:2x2x4", 42.7),
+        ("block_recurrent/table4/recurrent_1300m", "v4:2x2x4", 42.7),
     ],
 )
 def test_three_figures_of_the_page_compiled_again(file, topology, gib):

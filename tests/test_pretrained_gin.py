@@ -1,15 +1,14 @@
 """The gin files of pretrained models and of the paper that adds recurrence to them; what they cost."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shipped
 
 from meliad_like import config
-from meliad_like.config.bindings import shipped_files
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
@@ -17,7 +16,7 @@ from meliad_like.models.pretrained.recurrence import WindowSummary
 SIZES = ("gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "smollm2_135m")
 # FLOPs per token of tables 1 and 2, in 1e8. The paper rounds 2.625 to 2.62.
 TABLE_2 = {0: 1.75, 5: 1.78, 10: 1.81, 30: 1.94, 50: 2.10, 75: 2.33, 100: 2.62, 150: 3.50, 200: 5.25}
-ROWS = [name for name in shipped_files() if name.startswith("recurrent_pretrained/")]
+NAMES = [name for name in shipped.NAMES if name.startswith("recurrent_pretrained/")]
 
 
 def parse(*files):
@@ -29,7 +28,7 @@ def test_the_recurrence_of_the_paper():
     assert run.model.insertion_indices == {1}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_file_fits_every_model(name):
     for size in SIZES:
         run = config.parse([f"pretrained/{size}.gin", name])
@@ -37,20 +36,19 @@ def test_every_file_fits_every_model(name):
 
 
 def test_every_row_of_the_tables_and_every_point_of_the_figures_is_there():
-    rows = {f"tables/baseline_overlap_{overlap}" for overlap in TABLE_2}
-    rows |= {f"tables/recurrent_overlap_{overlap}" for overlap in (0, 5, 10, 30, 50)}
-    windows = range(200, 601, 100)
-    rows |= {f"figures/baseline_window_{w}_overlap_{o}" for w, o in itertools.product(windows, (0, 30, 50))}
-    rows |= {f"figures/recurrent_window_{w}_overlap_0" for w in windows}
-    assert {name for name in ROWS if name.count("/") == 2} == {f"recurrent_pretrained/{row}.gin" for row in rows}
-    for row in rows:
-        run = parse(f"recurrent_pretrained/{row}.gin")
-        assert (run.model.summary is not None) == ("recurrent" in row)
-        assert f"overlap_{run.model.overlap}" in row
-        assert run.model.window_length == (300 if "tables" in row else int(row.split("_")[2]))
+    rows = {("baseline", 300, overlap) for overlap in TABLE_2} | {("recurrent", 300, o) for o in (0, 5, 10, 30, 50)}
+    rows |= {("baseline", window, overlap) for window in range(200, 601, 100) for overlap in (0, 30, 50)}
+    rows |= {("recurrent", window, 0) for window in range(200, 601, 100)}
+    # In addition to the paper's.
+    rows |= {(kind, 128, overlap) for kind in ("baseline", "recurrent") for overlap in (0, 30)}
+    assert set(config.read_table("recurrent_pretrained/tables")) == {"_".join(map(str, row)) for row in rows}
+    for kind, window, overlap in rows:
+        run = parse(f"recurrent_pretrained/tables/{kind}_{window}_{overlap}")
+        assert (run.model.window_length, run.model.overlap) == (window, overlap)
+        assert (run.model.summary is not None) == (kind == "recurrent")
         assert run.data.segment_length == 20 * run.model.window_length
         # Recurrent models are trained with the overlap they are tested with, the others without any.
-        assert run.data.train_disjoint == (not (run.model.summary is not None))
+        assert run.data.train_disjoint == (kind == "baseline")
         assert run.schedule.warmup_steps == 100
 
 
@@ -63,13 +61,13 @@ def test_two_million_tokens_between_validations(window):
 
 @pytest.mark.parametrize("overlap", TABLE_2)
 def test_operations_by_the_papers_count(overlap):
-    model = parse(f"recurrent_pretrained/tables/baseline_overlap_{overlap}.gin").model
+    model = parse(f"recurrent_pretrained/tables/baseline_300_{overlap}").model
     assert model.flops_by_the_paper() / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
 
 
 def test_a_prediction_costs_what_is_read_for_it():
     disjoint, overlapping = (
-        Model(parse(f"recurrent_pretrained/tables/recurrent_overlap_{overlap}.gin").model, 50_257).flops_per_prediction
+        Model(parse(f"recurrent_pretrained/tables/recurrent_300_{overlap}").model, 50_257).flops_per_prediction
         for overlap in (0, 50)
     )
     assert overlapping["as_counted"] == pytest.approx(disjoint["as_counted"] * 300 / 250)
@@ -79,8 +77,8 @@ def test_a_prediction_costs_what_is_read_for_it():
 
 
 def test_operations_as_counted():
-    baseline = parse("recurrent_pretrained/tables/baseline_overlap_0.gin").model
-    recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
+    baseline = parse("recurrent_pretrained/tables/baseline_300_0").model
+    recurrent = parse("recurrent_pretrained/tables/recurrent_300_0").model
     # In addition to the parameters of the layers: logits, and attention, of which the paper counts half.
     parameters, attention, logits = 12 * 12 * 768**2, 12 * 300 * 768, 768 * 50_257
     counted = baseline.flops(50_257).forward
@@ -93,7 +91,7 @@ def test_operations_as_counted():
 
 
 def test_a_frozen_decoder_has_no_gradients_of_kernels():
-    recurrent = parse("recurrent_pretrained/tables/recurrent_overlap_0.gin").model
+    recurrent = parse("recurrent_pretrained/tables/recurrent_300_0").model
     forward = recurrent.flops(50_257).forward
     assert recurrent.flops(50_257).training == 3 * forward
     frozen = dataclasses.replace(recurrent, train_decoder=False)

@@ -12,7 +12,7 @@ import pytest
 from pages import PAGES, ROOT
 
 from meliad_like import config
-from meliad_like.config import bindings
+from meliad_like.config import files
 
 # Parses the flags of the commands, without running them.
 PARSE = """
@@ -101,7 +101,7 @@ def test_links_and_named_files_exist(page):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
     for name in re.findall(r"`(\w+(?:/\w+)+\.gin)`", text):
-        bindings.find_file(name.removeprefix("gin/"))
+        files.find_file(name.removeprefix("gin/"))
     for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]*)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):

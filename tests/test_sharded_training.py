@@ -28,16 +28,19 @@ def take_step(setup, step, state, i):
 
 # The families themselves are in test_sharded_families.py: here it is the whole step.
 @pytest.mark.parametrize(
-    ("files", "meshes"),
-    [((), [(8, 1, 1, 1), (2, 2, 2, 1)]), ((*SMALL, "option/gradient_accumulation_2.gin"), [(1, 2, 1, 4)])],
+    ("files", "params", "meshes"),
+    [
+        ((), (), [(8, 1, 1, 1), (2, 2, 2, 1)]),
+        (SMALL, ("TrainingConfig.gradient_accumulation = 2",), [(1, 2, 1, 4)]),
+    ],
     ids=["with dropout", "in parts, along the sequence"],
 )
-def test_sharded_equals_unsharded(bindings, files, meshes):
+def test_sharded_equals_unsharded(bindings, files, params, meshes):
     """Every step begins with the same state on all meshes, because rounding grows from step to step."""
 
     def set_up_on(*shape):
         mesh = [f"MeshConfig.{axis} = {size}" for axis, size in zip(MESH_AXES, shape, strict=True)]
-        return set_up(config.parse([*tiny_run.FILES, *files], [*bindings, *mesh]))
+        return set_up(config.parse([*tiny_run.FILES, *files], [*bindings, *params, *mesh]))
 
     one = set_up_on(1, 1, 1, 1)
     step, states, losses = one.program.compile_step(), [jax.tree.map(np.asarray, one.program.initialise())], []

@@ -3,34 +3,32 @@
 import pytest
 
 from meliad_like import config
-from meliad_like.config.bindings import shipped_files
 from meliad_like.config.run import stages_of
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabularyConfig
 from meliad_like.data.readers import READERS
 from meliad_like.errors import UserError
 
-FILES = [name for name in shipped_files() if name.startswith("shortformer/")]
 EPOCH = 1401
 # Position, cache, segments and reader of the last stage; steps and length of the first one, if there are two.
 BASELINE, PIA = ("input", 0), ("infused", 512)
 ROWS = {
-    "baseline": (*BASELINE, 3072, "shuffled"),
-    "infused_cache": (*PIA, 512, "stream"),
-    "staged_baseline": (*BASELINE, 3072, "shuffled", 50 * EPOCH, 128),
-    "shortformer": (*PIA, 512, "stream", 100 * EPOCH, 128),
-    "infused_no_cache": ("infused", 0, 3072, "shuffled"),
-    "infused_no_cache_in_order": ("infused", 0, 3072, "stream"),
-    "cache_not_infused": ("input", 3072, 3072, "stream"),
-    "table4/one_stage": (*PIA, 512, "stream"),
-    **{f"table1/length_{n}": (*BASELINE, n, "shuffled") for n in (32, 64, 128, 256, 512, 1024, 1536, 3072)},
+    "baseline.gin": (*BASELINE, 3072, "shuffled"),
+    "infused_cache.gin": (*PIA, 512, "stream"),
+    "staged_baseline.gin": (*BASELINE, 3072, "shuffled", 50 * EPOCH, 128),
+    "shortformer.gin": (*PIA, 512, "stream", 100 * EPOCH, 128),
+    "tables/baseline": (*BASELINE, 3072, "shuffled"),
+    "tables/infused_no_cache": ("infused", 0, 3072, "shuffled"),
+    "tables/infused_no_cache_in_order": ("infused", 0, 3072, "stream"),
+    "tables/cache_not_infused": ("input", 3072, 3072, "stream"),
+    **{f"tables/baseline_{n}": (*BASELINE, n, "shuffled") for n in (32, 64, 128, 256, 512, 1024, 1536)},
     **{
-        f"table2/first_length_{n}": (*BASELINE, 3072, "shuffled", 50 * EPOCH, n)
+        f"tables/staged_{n}_{epochs}": (*BASELINE, 3072, "shuffled", epochs * EPOCH, n)
         for n in (32, 64, 128, 256, 512, 1024, 1536)
+        for epochs in range(25, 201, 25)
     },
-    **{f"table2/epochs_{n}": (*BASELINE, 3072, "shuffled", n * EPOCH, 128) for n in range(25, 201, 25)},
-    **{f"table3/length_{n}": ("infused", n, n, "stream") for n in (32, 64, 128, 256, 512, 768, 1024, 1536)},
-    **{f"unequal/cache_{n}": ("infused", n, 512, "stream") for n in (256, 1024)},
-    **{f"table4/first_length_{n}": (*PIA, 512, "stream", 100 * EPOCH, n) for n in (32, 64, 128, 256)},
+    **{f"tables/infused_cache_{n}": ("infused", n, n, "stream") for n in (32, 64, 128, 256, 512, 768, 1024, 1536)},
+    **{f"tables/infused_cache_512_{n}": ("infused", n, 512, "stream") for n in (256, 1024)},
+    **{f"tables/shortformer_{n}": (*PIA, 512, "stream", 100 * EPOCH, n) for n in (32, 64, 128, 256)},
     **{f"table9/second_length_{n}": (*BASELINE, n, "shuffled", 50 * EPOCH, 128) for n in (256, 512, 1024, 1536, 3072)},
     "table11/baseline": (*BASELINE, 1024, "shuffled"),
     "table11/infused_cache": (*PIA, 512, "stream"),
@@ -43,7 +41,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_the_papers(row):
-    run = config.parse([f"shortformer/{row}.gin"])
+    run = config.parse([f"shortformer/{row}"])
     *first, last = stages_of(run)
     model = last.run.model
     actual = (model.position, model.cache_length, last.run.data.segment_length, READERS.name_of(run.data))
@@ -59,15 +57,9 @@ def test_a_row_is_the_papers(row):
     assert (model.cutoffs, model.softmax_dropout_rate) == (((), 0.0) if book_corpus else ((20_000, 60_000), 0.2))
 
 
-def test_every_file_is_a_row_or_part_of_one():
-    assert {name.removeprefix("shortformer/").removesuffix(".gin") for name in FILES} == {
-        *ROWS, "protocol", "book_corpus",
-    }  # fmt: skip
-
-
-def test_a_cell_of_table_2_is_its_row_and_its_column():
-    run = config.parse(["shortformer/table2/epochs_175.gin", "shortformer/table2/first_length_64.gin"])
-    assert (run.stages.num_steps, run.stages.segment_length) == ((175 * EPOCH,), (64,))
+def test_every_row_of_every_table_is_there():
+    rows = {name.removeprefix("shortformer/") for name in config.shipped_rows() if name.startswith("shortformer/")}
+    assert rows == {row for row in ROWS if not row.endswith(".gin")}
 
 
 def test_the_protocol():

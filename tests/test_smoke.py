@@ -5,7 +5,7 @@ import re
 
 import forked
 import pytest
-from gin_parameters import needs
+from shipped import NAMES, needs
 from tiny_run import environment
 
 from meliad_like import config
@@ -17,21 +17,20 @@ from meliad_like.registry import configs_in
 from meliad_like.run.shrinking import shrink
 from meliad_like.smoke import copy_documents, train_until_killed
 
-FILES = config.shipped_files()
-SIZES = [name for name in FILES if name.startswith("size/")]
+SIZES = [name for name in NAMES if name.startswith("size/")]
 # A row of each table of the papers, and the training of the paper whose tables have none.
 ROWS = {
     "table1": ["block_recurrent/fixed_skip.gin"],
     "table1_memory": ["block_recurrent/memorizing_64k.gin"],
-    "table3": ["block_recurrent/table3/states_1024.gin"],
-    "table4": ["block_recurrent/table4/recurrent_1300m.gin"],
-    "table5": ["block_recurrent/table5/sentencepiece_32k.gin"],
+    "table3": ["block_recurrent/table3/states_1024"],
+    "table4": ["block_recurrent/table4/recurrent_1300m"],
+    "table5": ["block_recurrent/table5/sentencepiece_32k"],
     "mixers": ["mixer/gated_delta_rule.gin"],
     "shortformer": ["shortformer/shortformer.gin", "task/wikitext103.gin"],
-    "melodi": ["melodi/s128_l64.gin"],
-    "memory_map": ["memory_map/fixed_skip_first.gin"],
+    "melodi": ["melodi/table/s128_l64"],
+    "memory_map": ["memory_map/table/fixed_skip_first"],
     "mixture": ["size/tiny.gin", "task/books_and_standard_library.gin"],
-    "recurrence": ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_overlap_30.gin"],
+    "recurrence": ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_300_30"],
     "ancient_history": ["ancient_history/train_recent.gin"],
 }
 
@@ -60,7 +59,7 @@ def test_every_size_and_rows_of_all_tables_can_be_made_small(names):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [n for n in FILES if not n.startswith("ancient_history/") or "/train_" in n])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("ancient_history/") or "/train_" in n])
 def test_every_file_can_be_made_small(name):
     check_small(name, *others(name))
 

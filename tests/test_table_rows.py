@@ -5,10 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 from decoders import recurrent_layers
-from gin_parameters import FIXED_SKIP, parameters
 
 from meliad_like import config
-from meliad_like.config.bindings import shipped_files
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
@@ -29,12 +27,14 @@ def states(model):
     return model.mixer(RecurrentStates)
 
 
-ROWS = {row.files[0]: row for table in TABLES.values() for row in table.rows}
+ROWS = {row.gin_file: row for table in TABLES.values() for row in table.rows}
 SIZES_OF_TABLE_4 = ("40m", "81m", "162m", "325m", "650m", "1300m")
 
 
-def test_every_file_is_a_row_of_a_table_and_every_row_has_one():
-    assert {name for name in shipped_files() if name.startswith(("block_recurrent/", "mixer/"))} == set(ROWS)
+def test_every_file_of_a_method_is_a_row():
+    methods = [name for name in config.shipped_files() if name.startswith(("block_recurrent/", "mixer/"))]
+    rows = (*config.read_table("block_recurrent/table1").values(), *config.read_table("mixer/table").values())
+    assert sorted(file for row in rows for file in row.files) == methods
 
 
 @pytest.mark.parametrize("file", ROWS)
@@ -57,7 +57,7 @@ def test_the_files_of_a_row_agree_with_the_tables_task(name):
 def test_the_scaling_study_alone_has_a_cosine():
     schedules = {file: config.parse([file]).schedule for file in ROWS}
     assert {file for file, schedule in schedules.items() if isinstance(schedule, CosineSchedule)} == {
-        row.files[0] for row in TABLES["table4"].rows
+        row.gin_file for row in TABLES["table4"].rows
     }
     assert {(s.max_rate, s.min_rate) for s in schedules.values() if isinstance(s, CosineSchedule)} == {(0.01, 0.001)}
     assert {SCHEDULES.name_of(s) for s in schedules.values()} == {"cosine", "inverse_square_root"}
@@ -82,7 +82,7 @@ def test_figures_of_the_papers(table, row, column, value):
 @pytest.mark.parametrize("window", [128, 256, 512])
 def test_windows_of_table_3(window):
     recurrent, slide = (
-        config.parse([f"block_recurrent/table3/{kind}_window_{window}.gin"]).model for kind in ("recurrent", "slide")
+        config.parse([f"block_recurrent/table3/{kind}_window_{window}"]).model for kind in ("recurrent", "slide")
     )
     assert recurrent.window_length == slide.window_length == window
     assert (states(recurrent).num_states, recurrent_layers(recurrent), recurrent.total_layers) == (512, {9}, 12)
@@ -91,23 +91,24 @@ def test_windows_of_table_3(window):
 
 @pytest.mark.parametrize("number", [128, 256, 512, 1024, 2048])
 def test_states_of_table_3(number):
-    model = config.parse([f"block_recurrent/table3/states_{number}.gin"]).model
+    model = config.parse([f"block_recurrent/table3/states_{number}"]).model
     assert (model.window_length, states(model)) == (512, RecurrentStates(layers=(-3,), num_states=number))
 
 
 @pytest.mark.parametrize("size", SIZES_OF_TABLE_4)
 def test_parameters_of_table_4_are_the_papers_if_the_embedding_is_not_counted(size):
-    rows = [TABLES["table4"].row(f"{kind}_{size}") for kind in ("recurrent", "xl")]
-    embedding = 32_000 * config.parse(rows[0].files).model.model_width
-    without_embedding = [parameters(row.files[0]) - embedding for row in rows]
+    names = [f"{kind}_{size}" for kind in ("recurrent", "xl")]
+    embedding = 32_000 * config.parse([f"block_recurrent/table4/{names[0]}"]).model.model_width
+    cells = [config.read_table("block_recurrent/table4")[name].cells for name in names]
     # The paper has one figure for both.
-    assert np.mean(without_embedding) == pytest.approx(rows[0].paper["parameters"], rel=0.006)
+    without_embedding = np.mean([int(each["parameters"]) for each in cells]) - embedding
+    assert without_embedding == pytest.approx(int(cells[0]["model size"]), rel=0.006)
 
 
 @pytest.mark.parametrize("size", ["650m", "1300m"])
 def test_the_largest_models_of_table_4_have_24_layers_and_their_baselines_26(size):
     recurrent, baseline = (
-        config.parse([f"block_recurrent/table4/{kind}_{size}.gin"]).model for kind in ("recurrent", "xl")
+        config.parse([f"block_recurrent/table4/{kind}_{size}"]).model for kind in ("recurrent", "xl")
     )
     assert (recurrent.total_layers, recurrent_layers(recurrent)) == (24, {9, 19})
     assert (baseline.total_layers, recurrent_layers(baseline)) == (26, set())
@@ -116,7 +117,7 @@ def test_the_largest_models_of_table_4_have_24_layers_and_their_baselines_26(siz
 def test_vocabularies_of_table_5():
     table = TABLES["table5"]
     for row in table.rows:
-        run = config.parse(row.files)
+        run = config.parse([row.gin_file])
         assert run.model == config.parse(["block_recurrent/fixed_skip.gin"]).model
         if row.name == "bytes":
             assert isinstance(run.vocabulary, BytesVocabularyConfig)
@@ -124,12 +125,13 @@ def test_vocabularies_of_table_5():
             assert isinstance(run.vocabulary, SentencePieceVocabularyConfig)
             assert run.vocabulary.size == row.vocabulary_size
     # What they add is the embedding alone.
-    assert Model(run.model, 128_000).num_parameters == FIXED_SKIP + (128_000 - 32_000) * 1024
+    few, many = (Model(run.model, size).num_parameters for size in (32_000, 128_000))
+    assert many == few + (128_000 - 32_000) * 1024
 
 
 def test_the_papers_scale_is_the_files_themselves():
     for row in ROWS.values():
-        assert configure(row, SCALES["paper"]).model == config.parse(row.files).model
+        assert configure(row, SCALES["paper"]).model == config.parse([row.gin_file]).model
 
 
 def shape(name: str, scale: str) -> tuple:
@@ -175,7 +177,7 @@ def test_every_number_of_a_model_states_how_it_scales():
 def test_what_the_user_binds_is_not_scaled():
     row = TABLES["table1"].row("fixed_skip")
     params = ["DecoderConfig.window_length = 64", "TrainingConfig.num_steps = 7"]
-    run = configure(row, SCALES["tiny"], ["option/states_1024.gin"], params)
+    run = configure(row, SCALES["tiny"], (), [*params, "NUM_STATES = 1024"])
     assert (run.model.window_length, states(run.model).num_states, run.training.num_steps) == (64, 64, 7)
 
 

@@ -298,7 +298,7 @@ def test_two_trainings_in_one_folder(bindings, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--gin_file=size/tiny1.gin", "no gin file 'size/tiny1.gin' (nearest: size/tiny.gin)"),
+        ("--gin_file=size/tiny1.gin", "no gin file or row 'size/tiny1.gin' (nearest: size/tiny.gin)"),
         ("--gin_param=TrainingConfig.steps = 3", "TrainingConfig has no parameter steps (nearest: "),
         ("--gin_param=DecoderConfig.window_length = 48", "segment_length=64 must be a multiple of window_length=48"),
         ("--gin_param=MeshConfig.data = 3", "mesh data=3 fsdp=1 tensor=1 sequence=1 does not fit 8 device(s)"),

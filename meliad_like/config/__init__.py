@@ -4,8 +4,8 @@ gin files are read here and nowhere else: everything below the entry points take
 read while jax traces is frozen into the compiled program, and a worker process has no gin state at all.
 """
 
-from meliad_like.config.bindings import about, shipped_files
 from meliad_like.config.construction import field_types, fit
+from meliad_like.config.files import about, read_table, shipped_files, shipped_rows
 from meliad_like.config.run import Changes, RunConfig, bound_by, parse, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, rebuild, save, to_gin, to_json
 from meliad_like.registry import bound_values
@@ -23,9 +23,11 @@ __all__ = [
     "from_json",
     "parse",
     "read_changes",
+    "read_table",
     "rebuild",
     "save",
     "shipped_files",
+    "shipped_rows",
     "to_gin",
     "to_json",
     "with_changes",

@@ -4,61 +4,21 @@ Only gin's parser is used, not its global registry. There, a later binding silen
 binding nobody consumes is silently dropped; both have trained the wrong model before anybody noticed.
 """
 
-import difflib
 import enum
 import io
 import itertools
-import re
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from etils import epath
 from gin import config_parser
 
+from meliad_like.config.files import find_file, find_row, gin_root, nearest
 from meliad_like.errors import UserError, reading
 
 BASE = "base.gin"
-_PACKAGE = Path(__file__).parent.parent
-
-
-def gin_root() -> epath.Path:
-    """The folder of the shipped gin files: `gin/` of the checkout, or its copy inside an installed package."""
-    installed = _PACKAGE / "gin_files"
-    return epath.Path(installed if installed.is_dir() else _PACKAGE.parent / "gin")
-
-
-def shipped_files() -> list[str]:
-    """Names of all shipped gin files, as `--gin_file` takes them."""
-    root = Path(gin_root())
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*.gin"))
-
-
-def about(name: str) -> str:
-    """The first sentence of the comment at the beginning of a gin file."""
-    lines = find_file(name).read_text().splitlines()
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    text = " ".join(line.removeprefix("#").strip() for line in comment)
-    return re.split(r"(?<=\.) (?=[A-Z(])", text, maxsplit=1)[0]
-
-
-def find_file(name: str) -> epath.Path:
-    """The gin file called `name`: as given (absolute, or from the current folder), else among the shipped ones."""
-    for path in (epath.Path(name), gin_root() / name):
-        if path.is_file():
-            return path
-    in_current_folder = [path.as_posix() for path in Path().glob("*.gin")]
-    raise UserError(f"no gin file {name!r}{nearest(name, shipped_files() + in_current_folder)}")
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """` (nearest: ...)` to close a message about an unknown name."""
-    # Folder and suffix are alike for all gin files, so they would drown the difference between the names themselves.
-    by_stem = [candidate for candidate in candidates if Path(candidate).stem == Path(name).stem]
-    matches = by_stem or difflib.get_close_matches(name, candidates, n=1, cutoff=0)
-    return f" (nearest: {matches[0]})" if matches else ""
 
 
 class Rank(enum.IntEnum):
@@ -74,7 +34,7 @@ class Rank(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Binding:
-    """A value, and where it was bound (`FILE:LINE`, or the `--gin_param` itself)."""
+    """A value, and where it was bound (`FILE:LINE`, the name of a row, or the `--gin_param` itself)."""
 
     value: Any
     origin: str
@@ -111,7 +71,7 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
     """
     parameters: Bindings = {}
     for text in gin_params:
-        parameters |= _merge(_parse(text, f"--gin_param={text}", Rank.PARAMETER)[0])
+        parameters |= _merge(_parse(text, f"--gin_param={text}", Rank.PARAMETER, numbered=False)[0])
     computed = {key: Binding(value, "the scale", Rank.PROGRAM) for key, value in (values or {}).items()}
     base = _merge(_parse((gin_root() / BASE).read_text(), BASE, Rank.DEFAULT)[0])
     files, _ = _read(gin_files, parameters.keys() | computed.keys())
@@ -145,8 +105,13 @@ def _read(names: Sequence[str], settled: Set[str], including: tuple[str, ...] = 
         path = find_file(name).resolve()
         if path == (gin_root() / BASE).resolve():
             continue
-        with reading(name, "text in UTF-8", UnicodeDecodeError):
-            bindings, includes = _parse(path.read_text(), name, Rank.FILE)
+        if (row := find_row(name)) is not None:
+            path /= name.rpartition("/")[2]
+            bindings, includes = _parse("\n".join(row.bindings), name, Rank.FILE, numbered=False)
+            includes = [*row.files, *includes]
+        else:
+            with reading(name, "text in UTF-8", UnicodeDecodeError):
+                bindings, includes = _parse(path.read_text(), name, Rank.FILE)
         inner, inner_files = _read(includes, settled, (*including, name))
         tables[path] = inner | _merge(bindings, settled)
         included |= inner_files
@@ -165,29 +130,31 @@ def _merge(bindings: Iterable[tuple[str, Binding]], settled: Set[str] = frozense
     return merged
 
 
-def statements(text: str, name: str) -> list[Any]:
-    """The statements of a gin file or `--gin_param`, as gin's parser has them, with placeholders in their values."""
+def statements(text: str, name: str, numbered: bool = True) -> list[Any]:
+    """The statements of a gin file or `--gin_param`, as gin's parser has them, with placeholders in their values.
+
+    `numbered`: whether errors name a line in addition to `name`.
+    """
     try:
         return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
     except (SyntaxError, tokenize.TokenError) as error:
         # Python's message about text without quotes ends with a node of its syntax tree.
         message = str(error.args[0]).splitlines()[0].partition(": <ast.")[0].rstrip(".")
-        is_parameter = name.startswith("--gin_param=")
-        place = name if is_parameter or not isinstance(error, SyntaxError) else f"{name}:{error.lineno}"
+        place = f"{name}:{error.lineno}" if numbered and isinstance(error, SyntaxError) else name
         advice = "expected Class.parameter = value, with text in quotes"
         raise UserError(f"{place}: bad gin syntax: {message}; {advice}") from None
 
 
-def _parse(text: str, name: str, rank: Rank) -> tuple[list[tuple[str, Binding]], list[str]]:
-    """(bindings, included files) of one file or `--gin_param`."""
-    is_parameter, bindings, includes = rank == Rank.PARAMETER, [], []
-    for statement in statements(text, name):
+def _parse(text: str, name: str, rank: Rank, numbered: bool = True) -> tuple[list[tuple[str, Binding]], list[str]]:
+    """(bindings, included files) of one file or `--gin_param`, or of the bindings of a row."""
+    bindings, includes = [], []
+    for statement in statements(text, name, numbered):
         if isinstance(statement, config_parser.IncludeStatement):
-            if is_parameter:
+            if rank == Rank.PARAMETER:
                 raise UserError(f"{name}: pass it as --gin_file={statement.filename}")
             includes.append(statement.filename)
         elif isinstance(statement, config_parser.BindingStatement):
-            origin = name if is_parameter else f"{name}:{statement.location.line_num}"
+            origin = f"{name}:{statement.location.line_num}" if numbered else name
             if statement.scope:
                 raise UserError(f"{origin}: scopes are not supported: {statement.scope}/{statement.selector}")
             key = f"{statement.selector}.{statement.arg_name}" if statement.arg_name else statement.selector

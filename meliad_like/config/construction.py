@@ -14,7 +14,8 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, Literal, Union
 
-from meliad_like.config.bindings import Binding, Bindings, Rank, nearest
+from meliad_like.config.bindings import Binding, Bindings, Rank
+from meliad_like.config.files import nearest
 from meliad_like.errors import UserError
 from meliad_like.registry import Registry, default_of
 

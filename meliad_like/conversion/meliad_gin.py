@@ -26,7 +26,7 @@ _ROWS = list(csv.DictReader(Path(__file__).with_suffix(".csv").read_text().split
 RULES = {(row["theirs"].removeprefix("@"), row["value"]): row["ours"] for row in _ROWS}
 """What a binding is here, by its class and parameter, and its value or ""."""
 FILES = {row["ours"]: row["theirs"] for row in _ROWS if row["theirs"].endswith(".gin")}
-"""Their gin files with another name, by ours."""
+"""Their gin files with another name, by our gin file or row."""
 BY_REFERENCE = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["theirs"].startswith("@")}
 """The classes of which a configuration uses those that a value refers to."""
 
@@ -64,7 +64,7 @@ def read_bindings(folder: str | Path, gin_files: Sequence[str], gin_params: Sequ
     for name in gin_files:
         theirs |= _read(Path(folder), name)
     for text in gin_params:
-        theirs |= _bindings(Path(folder), statements(text, f"--gin_param={text}"))
+        theirs |= _bindings(Path(folder), statements(text, f"--gin_param={text}", numbered=False))
     return _in_use({key: _resolve(value, theirs) for key, value in theirs.items() if "." in key})
 
 

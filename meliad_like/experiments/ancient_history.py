@@ -113,7 +113,8 @@ class HistoryExperiment(Settings):
         Files and parameters win over the scale and the row.
         """
         saved = saved_config(self.load_dir)
-        settings = with_changes(HistorySettings(), {**SELECTORS.get(selector, {}), **self.scale.settings})
+        settings = read_changes(gin_params=SELECTORS.get(selector, ()))(HistorySettings())
+        settings = with_changes(settings, self.scale.settings)
         run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
         run, store = with_changes(run, {"vocabulary": saved.vocabulary}), run.data.store
         if "ReaderConfig.store" not in bound_by(self.gin_params):

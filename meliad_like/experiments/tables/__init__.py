@@ -1,4 +1,4 @@
-"""The tables, by the names of their subjects. Rows with their gin files and published figures are in TABLE.csv."""
+"""The tables, by the names of their subjects. Their rows are in tables beside the gin files."""
 
 from meliad_like.experiments.tables import (
     block_recurrent,

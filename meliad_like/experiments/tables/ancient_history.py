@@ -5,18 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meliad_like.config import read_table
 from meliad_like.experiments.tables.table import Row, Table, read_rows
-from meliad_like.history.config import HistoryConfig, JointSelectorConfig, LightSelectorConfig
+from meliad_like.history.config import HistoryConfig
 
-TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows("ancient_history"))
+NAME = "ancient_history/table1"
+TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows(NAME))
 """The table, whose rows are ways of selecting spans, by their names in the evaluation."""
-SELECTORS: Mapping[str, Mapping[str, Any]] = {
-    "learned_selector": {"selector": JointSelectorConfig()},
-    "light_selector": {"selector": LightSelectorConfig()},
-    # Whether the published figures come from a selector that saw the future is not known: the released one does.
-    "learned_selector_released_code": {"selector": JointSelectorConfig(context="released_code")},
-}
-"""Changes of `HistorySettings`, by their paths, for the rows that train a selector."""
+# Whether the published figures come from a selector that saw the future is not known: the released one does.
+SELECTORS = {name: row.bindings for name, row in read_table(NAME).items() if row.bindings}
+"""The bindings of the rows that train a selector."""
 ALWAYS = ("baseline", "random", "overlap_oracle")
 """Rows that every evaluation has."""
 

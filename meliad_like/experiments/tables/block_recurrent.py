@@ -7,7 +7,7 @@ memory 128 windows. The 12-layer model of table 1 has at tiny 6 layers of width 
 13-layer baseline keeps one layer more.
 """
 
-from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows, rows_of_folder
+from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows
 
 SCALES = {
     "tiny": Scale(
@@ -21,19 +21,23 @@ SCALES = {
     "paper": Scale(),
 }
 
-MIXERS = rows_of_folder("mixer", "slide_13l")
-"""Mixers that came after the paper, each in a gin file that begins with its name, at the same sizes as table 1."""
+MIXERS = read_rows("mixer/table")
+"""Mixers that came after the paper, at the same sizes as table 1."""
 
 
 def _table1() -> Table:
     panels = (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time"))
     return Table(
-        "table1", "Table 1: recurrence and its baselines", (*read_rows("table1"), *MIXERS), panels, scales=SCALES
+        "table1",
+        "Table 1: recurrence and its baselines",
+        (*read_rows("block_recurrent/table1"), *MIXERS),
+        panels,
+        scales=SCALES,
     )
 
 
 def _table3() -> Table:
-    rows, column = read_rows("table3"), "PG19 tokens"
+    rows, column = read_rows("block_recurrent/table3"), "PG19 tokens"
     by_window = {
         "Rec:fixed:skip, by window": line(rows, r"recurrent_window_(\d+)"),
         "Slide:12L, by window": line(rows, r"slide_window_(\d+)"),
@@ -47,14 +51,14 @@ def _table3() -> Table:
 
 
 def _table4() -> Table:
-    rows, models = read_rows("table4"), {"Rec:fixed:skip": "recurrent", "XL:512": "xl"}
-    lines = {label: line(rows, f"{kind}_.*", "parameters") for label, kind in models.items()}
+    rows, models = read_rows("block_recurrent/table4"), {"Rec:fixed:skip": "recurrent", "XL:512": "xl"}
+    lines = {label: line(rows, f"{kind}_.*", "model size") for label, kind in models.items()}
     panel = Panel("bits_per_token", "PG19 tokens", "parameters_without_embedding", lines)
     return Table("table4", "Table 4 and figure 3: sizes", rows, (panel,), scales=SCALES)
 
 
 def _table5() -> Table:
-    rows = read_rows("table5")
+    rows = read_rows("block_recurrent/table5")
     lines = {"Rec:fixed:skip": {row.name: row.vocabulary_size for row in rows}}
     panels = (
         Panel("tokens_per_word", "scale factor", "vocabulary_size", lines),

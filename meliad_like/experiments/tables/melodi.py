@@ -10,7 +10,7 @@ from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
 
 
 def _table() -> Table:
-    rows = read_rows("melodi")
+    rows = read_rows("melodi/table")
     lines = {
         "MELODI, sizes of S and L": line(rows, r"base|s\d+_l\d+", "memory, numbers"),
         "MELODI, coverage": line(rows, r"cover_(\d+)", "memory, numbers"),

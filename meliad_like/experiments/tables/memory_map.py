@@ -5,7 +5,7 @@ from meliad_like.experiments.tables.table import Scale, Table, read_rows
 TABLE = Table(
     "memory_map",
     "What is remembered, by number and distance",
-    read_rows("memory_map"),
+    read_rows("memory_map/table"),
     (),
     compared="accuracy",
     # The sizes of the gin files are those that are meant.

@@ -1,4 +1,4 @@
-"""The files of `gin/mixer/` at the sizes of table 1, against a layer more and recurrent states; not a paper's table."""
+"""`gin/mixer/table.csv` at the sizes of table 1, against a layer more and recurrent states; not a paper's table."""
 
 from dataclasses import replace
 

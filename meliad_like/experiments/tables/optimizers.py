@@ -1,11 +1,11 @@
-"""The files of `gin/optimizer/`: optimizers and schedules for the quickstart's model; not a paper's table."""
+"""The rows of `gin/optimizer/table.csv`: optimizers and schedules for the quickstart's model; not a paper's table."""
 
-from meliad_like.experiments.tables.table import Panel, Scale, Table, rows_of_folder
+from meliad_like.experiments.tables.table import Panel, Scale, Table, read_rows
 
 TABLE = Table(
     "optimizers",
     "Optimizers of the quickstart's model",
-    rows_of_folder("optimizer", "adafactor"),
+    read_rows("optimizer/table"),
     (Panel("bits_per_byte", ""), Panel("step_time", "")),
     # The sizes of the gin files are those that are meant.
     scales={"tiny": Scale(side_by_side=True)},

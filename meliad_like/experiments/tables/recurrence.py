@@ -20,7 +20,7 @@ SCALES = {
 
 
 def _table() -> Table:
-    rows, column = read_rows("recurrence"), "MFLOP a token"
+    rows, column = read_rows("recurrent_pretrained/tables"), "MFLOP a token"
     kinds = (("no recurrence", "baseline"), ("recurrence", "recurrent"))
     by_overlap = {
         f"{label}, overlap {n}": line(rows, rf"{kind}_\d+_{n}", column) for label, kind in kinds for n in (0, 30, 50)

@@ -59,7 +59,7 @@ def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
 
 
 def _table() -> Table:
-    rows, epochs = read_rows("shortformer"), range(25, 201, 25)
+    rows, epochs = read_rows("shortformer/tables"), range(25, 201, 25)
     cells = {f"{some} epochs": {f"L {n}": f"staged_{n}_{some}" for n in FIRST_LENGTHS} for some in epochs}
     grids = (
         Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", "perplexity", cells),

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,31 @@ from typing import Any
 import pandas as pd
 
 from meliad_like import config
-from meliad_like.config import RunConfig, about, shipped_files, with_changes
+from meliad_like.config import RunConfig, with_changes
 from meliad_like.errors import UserError
 from meliad_like.run.shrinking import Divisors
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a table."""
+    """One model of a table; its fields are columns of the table's file (`config.read_table`)."""
 
     name: str
     """The name of the row for `--row`."""
     label: str
     """The name of the row in the paper."""
-    files: tuple[str, ...] = ()
-    """The gin files of the row, at the paper's size."""
+    gin_file: str
+    """The name of the row for `--gin_file`, which is the run at the paper's size."""
     baseline: str = ""
     """The row that it is compared with: by step time, and by the table's `compared` figure within a seed."""
-    paper: Mapping[str, float] = field(default_factory=dict)
-    """The paper's figures by the names of its columns."""
-    vocabulary_size: int = 0
-    """The size of the row's own vocabulary; 0: it has the task's."""
     trained_as: str = ""
     """The row whose training this row shares; it is evaluated by itself."""
     extra: bool = False
-    """Whether scales below the paper's make it only if it is named."""
+    """Whether scales below the paper's make it only if it is named; `yes`, or an empty cell."""
+    vocabulary_size: int = 0
+    """The size of the row's own vocabulary; 0: it has the task's."""
+    paper: Mapping[str, float] = field(default_factory=dict)
+    """The paper's figures by the names of its columns, which are all other columns."""
 
     @property
     def run_name(self) -> str:
@@ -55,21 +55,16 @@ def read_bindings(name: str) -> dict[str, Any]:
 
 
 def read_rows(table: str) -> tuple[Row, ...]:
-    """The rows of a table from its CSV file, whose columns are the fields of `Row` and those of the paper's figures."""
-    frame = read_csv(table)
-    papers = frame.columns.difference([field.name for field in fields(Row)], sort=False)
+    """The rows of a table beside the gin files."""
     rows = []
-    for line in frame.to_dict("records"):
-        known: dict[str, Any] = {str(name): value for name, value in line.items() if not pd.isna(value)}
-        paper = {name: known.pop(name) for name in papers if name in known}
-        rows.append(Row(**known | {"files": tuple(known.get("files", "").split())}, paper=paper))
+    for name, row in config.read_table(table).items():
+        cells = dict(row.cells)
+        texts = {column: cells.pop(column, "") for column in ("name", "label", "baseline", "trained_as")}
+        extra, size = "extra" in cells, int(cells.get("vocabulary_size", 0))
+        figures = cells.keys() - {"files", "bindings", "parameters", "extra", "vocabulary_size"}
+        paper = {column: float(cell) for column, cell in cells.items() if column in figures}
+        rows.append(Row(**texts, gin_file=f"{table}/{name}", extra=extra, vocabulary_size=size, paper=paper))
     return tuple(rows)
-
-
-def rows_of_folder(folder: str, baseline: str) -> tuple[Row, ...]:
-    """A row for each shipped gin file of a folder, with the file's name and the beginning of its first comment."""
-    files = [file for file in shipped_files() if file.startswith(f"{folder}/")]
-    return tuple(Row(Path(file).stem, about(file).partition(" (")[0], (file,), baseline) for file in files)
 
 
 def line(rows: Sequence[Row], pattern: str, x: str = "") -> dict[str, float]:
@@ -198,13 +193,13 @@ def configure(
 ) -> RunConfig:
     """The run of a row at a scale.
 
-    `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row's own files.
+    `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row itself.
     Values in `fixed`, by `Class.field`, win over files, `gin_params` over everything; neither is scaled.
     """
-    files, fixed, bound = [*row.files, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
+    files, fixed, bound = [row.gin_file, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
     if row.vocabulary_size:
         # A vocabulary that belongs to the row wins over the task's.
-        values = config.bound_values(config.parse(row.files))
+        values = config.bound_values(config.parse([row.gin_file]))
         fixed |= {key: value for key, value in values.items() if "Vocabulary" in key or key == "RunConfig.vocabulary"}
     # Macros are parts of files, and scaled with them.
     macros = [param for param in gin_params if "." not in param.partition("=")[0]]

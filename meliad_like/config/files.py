@@ -1,0 +1,115 @@
+"""What `--gin_file` and `include` name: gin files, and rows of tables, each of which stands for a gin file.
+
+`block_recurrent/table3/states_128` is the row `states_128` of `block_recurrent/table3.csv`. Its column `files` has what
+it includes, separated by spaces, and `bindings` its own, separated by semicolons. Other columns are for those who read
+the table, such as `experiments`.
+"""
+
+import csv
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from etils import epath
+
+from meliad_like.errors import UserError, reading
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    files: tuple[str, ...]
+    """Names of the gin files and other rows that it includes."""
+    bindings: tuple[str, ...]
+    """Its own bindings, which win over those of its files."""
+    cells: Mapping[str, str]
+    """All its cells that are not empty, by the name of the column."""
+
+
+def gin_root() -> epath.Path:
+    """The folder of the shipped gin files: `gin/` of the checkout, or its copy inside an installed package."""
+    installed = _PACKAGE / "gin_files"
+    return epath.Path(installed if installed.is_dir() else _PACKAGE.parent / "gin")
+
+
+def _shipped(suffix: str) -> list[str]:
+    root = Path(gin_root())
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{suffix}"))
+
+
+def shipped_files() -> list[str]:
+    """Names of all shipped gin files, as `--gin_file` takes them."""
+    return _shipped(".gin")
+
+
+def shipped_rows() -> list[str]:
+    """Names of all rows of the shipped tables, as `--gin_file` takes them."""
+    tables = [name.removesuffix(".csv") for name in _shipped(".csv")]
+    return [f"{table}/{row}" for table in tables for row in read_table(table)]
+
+
+def find_file(name: str) -> epath.Path:
+    """The gin file called `name`, or the table of the row called so.
+
+    As given (absolute, or from the current folder), else among the shipped ones.
+    """
+    if path := _existing(name) or _existing(f"{name.rpartition('/')[0]}.csv"):
+        return path
+    in_current_folder = [path.as_posix() for path in Path().glob("*.gin")]
+    hint = nearest(name, [*shipped_files(), *shipped_rows(), *in_current_folder])
+    raise UserError(f"no gin file or row {name!r}{hint}")
+
+
+def _existing(name: str) -> epath.Path | None:
+    return next((path for path in (epath.Path(name), gin_root() / name) if path.is_file()), None)
+
+
+def find_row(name: str) -> Row | None:
+    """The row called `name`; None if a gin file is called so. Raises a UserError if there is neither."""
+    table, _, row = name.rpartition("/")
+    if find_file(name) == _existing(name):
+        return None
+    rows = read_table(table)
+    if row not in rows:
+        raise UserError(f"{table}.csv has no row {row!r}{nearest(row, rows)}")
+    return rows[row]
+
+
+def read_table(name: str) -> dict[str, Row]:
+    """The rows of a table by their names; `name` is that of its file without `.csv`."""
+    rows: dict[str, Row] = {}
+    with reading(f"{name}.csv", "text in UTF-8", UnicodeDecodeError):
+        lines = csv.DictReader(find_file(f"{name}.csv").read_text().splitlines())
+    for line in lines:
+        row = f"{name}/{line.get('name')}"
+        if None in line or None in line.values() or not {"name", "files", "bindings"} <= line.keys():
+            raise UserError(f"{row}: a row has as many cells as the header, among them name, files and bindings")
+        if line["name"] in rows:
+            raise UserError(f"{row}: the table has two rows of this name")
+        bindings = tuple(map(str.strip, line["bindings"].split(";"))) if line["bindings"] else ()
+        cells = {column: cell for column, cell in line.items() if cell}
+        rows[line["name"]] = Row(tuple(line["files"].split()), bindings, cells)
+    return rows
+
+
+def about(name: str) -> str:
+    """The first sentence of the comment at the beginning of a gin file; of a row its label."""
+    if row := find_row(name):
+        return row.cells["label"]
+    lines = find_file(name).read_text().splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in comment)
+    return re.split(r"(?<=\.) (?=[A-Z(])", text, maxsplit=1)[0]
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """` (nearest: ...)` to close a message about an unknown name."""
+    # Folder and suffix are alike for all gin files, so they would drown the difference between the names themselves.
+    by_stem = [candidate for candidate in candidates if Path(candidate).stem == Path(name).stem]
+    matches = by_stem or difflib.get_close_matches(name, candidates, n=1, cutoff=0)
+    return f" (nearest: {matches[0]})" if matches else ""
