@@ -35,6 +35,7 @@ from meliad_like.experiments.tables.table import configure
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
+from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
@@ -85,6 +86,12 @@ EXAMPLES = {
     "mamba2": Example(Mamba2(head_size=4, state_size=4, num_groups=2), "mixer/mamba2.gin"),
     "retention": Example(Retention(), "mixer/retention.gin", sizes=FEWER_HEADS),
     "lightning_attention": Example(LightningAttention(), "mixer/lightning.gin"),
+    # A span that ends inside a block.
+    "dot_product_attention": Example(
+        DotProductAttention(span=2 * W - 1, num_key_heads=2, norm="head", gate=True, rotary_share=0.5),
+        "mixer/qwen3_5.gin",
+        sizes=FEWER_HEADS,
+    ),
     "melodi": Example(
         Melodi(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",
@@ -129,7 +136,7 @@ def make(name, alone=False):
 
 
 def test_every_mixer_is_here():
-    assert set(EXAMPLES) == {*MIXERS, *LAYERS} - {"repeated_input"}
+    assert set(EXAMPLES) == {*MIXERS, *LAYERS} - {"repeated_input", "norms_after"}
 
 
 @of_each_mixer

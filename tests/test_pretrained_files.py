@@ -17,9 +17,9 @@ from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import Pretrained, read_huggingface, write_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
 from meliad_like.errors import UserError
+from meliad_like.layers.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.models.pretrained.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 

@@ -21,7 +21,7 @@ from meliad_like.conversion.parameters import Place, Places, fill_parameters, to
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Infused, NoPosition, Rotary
-from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
 from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.melodi import Melodi
 from meliad_like.models.model import MODELS, Model
@@ -200,6 +200,10 @@ def _checked(run: RunConfig, origin: str) -> DecoderConfig:
         (
             not all(isinstance(model.kinds.get(i), RepeatedInput) for i in dense),
             f"in the reference the dense layer's input counts twice: RepeatedInput.layers={tuple(dense)}",
+        ),
+        *(
+            (getattr(model, name) != getattr(SLIDE, name), f"the reference has no DecoderConfig.{name}")
+            for name in NEWER_FIELDS
         ),
         (len(dense) > 1, "the reference has one layer with a dense memory"),
     ):

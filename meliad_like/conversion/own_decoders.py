@@ -18,9 +18,10 @@ from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import POSITIONS, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
-from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
 from meliad_like.models.layer import LAYERS
 from meliad_like.models.model import Model
+from meliad_like.registry import default_of
 
 MODEL, TOKENIZER = (Path(__file__).with_name(name) for name in ("torch_model.py", "torch_tokenizer.py"))
 """The files that are copied into the folder. They are not imported, because PyTorch is not a requirement."""
@@ -35,7 +36,10 @@ MIXER_SETTINGS: dict[type, Any] = {
     ),
 }
 """The mixers that `torch_model.py` has, and the arguments of their classes there."""
-ONLY_DEFAULTS = [(GatedDeltaRule, name) for name in ("num_key_heads", "key_size", "largest_strength", "norm_epsilon")]
+ONLY_DEFAULTS = [
+    *((DecoderConfig, name) for name in NEWER_FIELDS),
+    *((GatedDeltaRule, name) for name in ("num_key_heads", "key_size", "largest_strength", "norm_epsilon")),
+]
 """Fields that `torch_model.py` does not read."""
 MODULES = {
     "embedding": "embedding/weight",
@@ -60,7 +64,7 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
         for kind, name in ONLY_DEFAULTS:
             values = [getattr(x, name) for x in (config, *config.mixers) if type(x) is kind]
-            default = next(field.default for field in dataclasses.fields(kind) if field.name == name)
+            default = next(default_of(field) for field in dataclasses.fields(kind) if field.name == name)
             parts += [f"{kind.__name__}.{name}={value!r}" for value in values if value != default]
         if (position := POSITIONS.name_of(config.position)) not in POSITION_NAMES:
             parts.append(f"positions of the kind {position}")

@@ -64,28 +64,47 @@ def fill_parameters(
     Raises:
       UserError: an array is missing, has another shape, or has no place in the model.
     """
-    names, leaves = frozenset(names), named_arrays(template)
+    leaves = named_arrays(template)
 
-    def fill(path: str, leaf: Any) -> jax.Array:
+    def make(path: str) -> np.ndarray:
         name, transposed, part = places(path)
-        if name not in names:
-            raise UserError(f"{owner} has no tensor {name}: it is not the model that its config describes")
         array = read(name)
         if part is not None:
-            size = leaf.shape[-1]
+            size = leaves[path].shape[-1]
             if array.shape[-1] != 3 * size:
                 raise UserError(f"{owner}: {name} has shape {array.shape}, its last axis should be {3 * size}")
             array = array[..., part * size : (part + 1) * size]
-        array = array.T if transposed else array
-        if array.shape != leaf.shape:
+        return array.T if transposed else array
+
+    return fill(template, names, lambda path: (places(path).name,), make, owner)
+
+
+def fill(
+    template: Any,
+    names: Iterable[str],
+    tensors: Callable[[str], Iterable[str]],
+    make: Callable[[str], np.ndarray],
+    owner: str,
+) -> Any:
+    """As `fill_parameters`, with functions from a parameter's path: the names of the arrays of which it is made, and
+    the parameter itself."""
+    names, leaves = frozenset(names), named_arrays(template)
+
+    def place(path: str, leaf: Any) -> jax.Array:
+        needed = list(tensors(path))
+        for name in needed:
+            if name not in names:
+                raise UserError(f"{owner} has no tensor {name}: it is not the model that its config describes")
+        if (array := make(path)).shape != leaf.shape:
+            name = " + ".join(needed)
             raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
         # Copies are made in the background; wait, so that this array is freed before the next is read.
         return jax.block_until_ready(jnp.asarray(np.asarray(array, np.float32, order="C")))
 
     # The largest array comes first, while most memory is free.
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)
-    filled = {path: fill(path, leaves[path]) for path in largest_first}
-    if left_over := names - {places(path).name for path in leaves}:
+    filled = {path: place(path, leaves[path]) for path in largest_first}
+    if left_over := names - {name for path in leaves for name in tensors(path)}:
         number = f"({len(left_over)} such tensors)"
         raise UserError(f"{owner} has a tensor {min(left_over)} that the model of its config has no place for {number}")
     return jax.tree.unflatten(jax.tree.structure(template), [filled[path] for path in leaves])

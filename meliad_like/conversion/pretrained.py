@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from etils import epath
 from tokenizers import Tokenizer
 
@@ -17,10 +14,21 @@ from meliad_like.config import Changes, bound_values, differences, field_types, 
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import PLACES, from_huggingface, to_huggingface
+from meliad_like.conversion.published.folder import family_of, open_published, write_published
+from meliad_like.conversion.tensor_files import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    TENSORS_NAME,
+    opened,
+    read_tensor,
+    save_tensors,
+    tensor_files,
+)
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
-from meliad_like.errors import UserError, reading
+from meliad_like.errors import UserError
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
@@ -28,16 +36,12 @@ from meliad_like.remote import write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
 from meliad_like.run.opening import FOREIGN_FORMATS, OpenedCheckpoint, open_checkpoint, write_checkpoint
 
-CONFIG_NAME = "config.json"
-TENSORS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 GENERATION_NAME = "generation_config.json"
 RECURRENCE_NAME = "recurrence.safetensors"
 # The key in that file's metadata of the recurrence's config and the windows with which it was trained.
 RECURRENCE_KEY = "WindowSummary"
 NO_TOKENIZER = "transformers has no tokenizer like the {} vocabulary"
 WINDOW_FIELDS = ("window_length", "overlap")
-DTYPES = ("F32", "F16", "BF16")
 # Masks and wavelengths that older versions saved with the parameters; the config determines them.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -60,7 +64,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     saved = read_object(folder / CONFIG_NAME)
     config = from_huggingface(saved, str(folder / CONFIG_NAME))
     size = fit(saved.get("vocab_size"), int, f"{folder / CONFIG_NAME}: vocab_size")
-    files = _files(folder)
+    files = tensor_files(folder)
     prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""
     # A model without its output layer is saved without the prefix.
     names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
@@ -68,7 +72,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
         names.pop("lm_head.weight", None)
     template, places = Model(config, size).abstract_params, PLACES[config.architecture]
     params = fill_parameters(
-        template, names, places, lambda name: _read_tensor(files[names[name]], names[name]), str(folder)
+        template, names, places, lambda name: read_tensor(files[names[name]], names[name]), str(folder)
     )
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
@@ -94,15 +98,6 @@ def write_huggingface(pretrained: Pretrained, end_of_document: int, folder: str 
         save_tensors(to_tensors(Place, pretrained.params["recurrence"]), folder / RECURRENCE_NAME, metadata)
 
 
-def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file."""
-    path.touch()
-    mode = path.stat().st_mode
-    safetensors.numpy.save_file(tensors, path, metadata)
-    # safetensors makes files that only their owner can read, whatever the umask.
-    path.chmod(mode)
-
-
 def new_folder(path: str | Path) -> Path:
     """Makes a folder for the files of a model; it may exist, but must be empty."""
     folder = Path(path)
@@ -114,7 +109,7 @@ def new_folder(path: str | Path) -> Path:
 
 def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Reads the recurrence: returns the config with it, and its parameters."""
-    with _opened(path) as file:
+    with opened(path) as file:
         names, metadata = set(file.keys()), file.metadata() or {}
     saved = parse_json(metadata.get(RECURRENCE_KEY, "null"), f"{path}: {RECURRENCE_KEY}")
     types = {name: field_types(PretrainedConfig)[name] for name in WINDOW_FIELDS} | field_types(WindowSummary)
@@ -125,34 +120,7 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
     template = Model(config, size).abstract_params["recurrence"]
-    return config, fill_parameters(template, names, Place, lambda name: _read_tensor(path, name), str(path))
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by the tensor's name."""
-    if (folder / INDEX_NAME).exists():
-        return {name: folder / file for name, file in read_object(folder / INDEX_NAME)["weight_map"].items()}
-    if (folder / TENSORS_NAME).exists():
-        with _opened(folder / TENSORS_NAME) as file:
-            return dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
-    advice = "save the model with transformers' save_pretrained(folder, safe_serialization=True)"
-    raise UserError(f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: {advice}")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    error = safetensors.SafetensorError
-    with reading(path, "safetensors file", error), safetensors.safe_open(path, framework="numpy") as file:
-        yield file
-
-
-def _read_tensor(path: Path, name: str) -> np.ndarray:
-    # The file is mapped again for each tensor; otherwise the pages of earlier tensors would stay in memory.
-    with _opened(path) as file:
-        # Checked first, because numpy lacks some of the types, such as 8 bits.
-        if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
-            raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-        return file.get_tensor(name)
+    return config, fill_parameters(template, names, Place, lambda name: read_tensor(path, name), str(path))
 
 
 @FOREIGN_FORMATS.register("huggingface")
@@ -185,6 +153,8 @@ def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
     and vocabulary. By default the window is all positions, or the window that the recurrence was trained with, and the
     vocabulary is the one in the model's folder.
     """
+    if family_of(path) is not None:
+        return open_published(path, changes)
     model, size, params = read_huggingface(path)
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
@@ -213,8 +183,12 @@ def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
 def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
     opened = open_checkpoint(checkpoint)
-    if isinstance(opened.run.model, PretrainedConfig):
+    model = opened.run.model
+    if isinstance(model, PretrainedConfig):
         _write_pretrained(opened, new_folder(folder))
+    elif isinstance(model, DecoderConfig) and model.published:
+        write_published(opened, new_folder(folder))
+        _write_tokenizer(opened.vocabulary, folder)
     else:
         own_decoders.check_decoder(opened.run.model, checkpoint)
         _write_own_decoder(opened, new_folder(folder))
@@ -223,7 +197,11 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
 def _write_pretrained(opened: OpenedCheckpoint, folder: Path) -> None:
     run, model, params, vocabulary, _ = opened
     write_huggingface(Pretrained(run.model, model.vocabulary_size, params), vocabulary.end_of_document, folder)
-    # For `open_huggingface`, and for transformers as far as it can express this vocabulary.
+    _write_tokenizer(vocabulary, folder)
+
+
+def _write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
+    """Writes the vocabulary for `open_huggingface`, and for transformers as far as it can express it."""
     vocabulary.save(folder)
     if not _write_tokenizer_json(vocabulary, folder):
         print(f"{folder}: {NO_TOKENIZER.format(vocabulary.kind)}: only we read it back")

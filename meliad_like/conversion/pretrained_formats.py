@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from meliad_like.config import field_types, fit
 from meliad_like.conversion.parameters import places_by_module
 from meliad_like.errors import UserError
+from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
-from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 HARMLESS: list[str] = _TABLES["harmless"]
@@ -76,10 +76,11 @@ def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
         rotary |= fit(saved.pop(key, None) or {}, dict, f"{owner}: {key}")
     # Newer versions have the base of the wavelengths next to their scaling.
     saved["rope_theta"] = rotary.pop("rope_theta", saved.get("rope_theta"))
-    return _read(saved, FORMATS[kind], owner, rotary_scaling=_read_scaling(rotary, f"{owner}: rope_scaling"))
+    return _read(saved, FORMATS[kind], owner, rotary_scaling=read_scaling(rotary, f"{owner}: rope_scaling"))
 
 
-def _read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
+def read_scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
+    """The scaling that fields of config.json name, without the base of the wavelengths."""
     old_name = saved.pop("type", "default")
     kind, kinds = saved.pop("rope_type", old_name), [kind for kind in ROTARY_SCALINGS if kind != "none"]
     if kind == "default":

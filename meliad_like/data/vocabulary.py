@@ -25,6 +25,7 @@ VOCABULARIES = Registry(
     "meliad_like.data.sentencepiece_vocabulary",
     "meliad_like.data.tokenizers_vocabulary",
     "meliad_like.data.dictionary_vocabulary",
+    "meliad_like.data.token_ids_vocabulary",
 )
 SETTINGS_NAME = "vocabulary.json"
 PIECE = 2**16
@@ -55,7 +56,7 @@ class Vocabulary:
         size_multiple: int,
         model: str | bytes = b"",
         lossless: bool = True,
-        **settings: str,
+        **settings: str | int,
     ):
         """
         Args:

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import FeedForwardConfig
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import own_blocks
 from meliad_like.mixers.positions import PositionConfig
@@ -41,6 +42,8 @@ class Shape:
     head_size: int
     feedforward_width: int
     feedforward_bias: bool
+    feedforward: FeedForwardConfig
+    norm_epsilon: float
     window_length: int
     dropout_rate: float
     mask_empty_cache: bool

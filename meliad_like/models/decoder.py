@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
+from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
 from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
@@ -28,8 +29,10 @@ from meliad_like.models.model import MODELS, ModelConfig, builds
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import kind_field, resumable, size
-from meliad_like.validation import check_not_negative
+from meliad_like.validation import check_above_zero, check_not_negative
 
+NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon", "feedforward")
+"""Fields of published models, which other programs' forms of our decoders lack."""
 AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
@@ -58,16 +61,30 @@ class DecoderConfig(ModelConfig):
     the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
+    logit_bound: float | None = None
+    """The bound c of the logits, which become c tanh(logit / c); None: none."""
+    embedding_scale: float = 1.0
+    """Factor on the embedding's vectors, without an effect on logits that share the embedding."""
+    tied_embedding: bool = True
+    """Whether the softmax shares the embedding."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in the norms of layers, and in the last one."""
+    feedforward: FeedForwardConfig = kind_field(FEEDFORWARDS, PlainFeedForward)
+    """The kind of the feed-forward networks."""
     feedforward_bias: bool = False
     """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
     scan_layers: bool = resumable(False)
     """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
+    published: str = resumable("")
+    """The config.json of the published model that the decoder was opened from, with which it can be written again
+    (`conversion/published`); "": none. It does not determine how the decoder computes."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_not_negative(self, ("extra_layers",))
+        check_not_negative(self, ("extra_layers", "norm_epsilon"))
+        check_above_zero(self, ("logit_bound",))
         self.position.check(self.model_width, self.head_size, self.mask_empty_cache)
         object.__setattr__(self, "pattern", tuple(self.pattern))
         # In the order of their names, so that equal decoders are equal configs.
@@ -179,14 +196,21 @@ class Decoder(Skeleton):
         initializer, u = jax.nn.initializers.truncated_normal(0.25), sum(x.summary_tokens for x in config.layer_kinds)
         summaries = parameter(rngs.params(), initializer, (u, config.model_width), (None, "model")) if u else None
         self.summary_embedding = summaries
-        self.final_norm = RMSNorm(config.model_width, rngs=rngs)
+        self.final_norm = RMSNorm(config.model_width, config.norm_epsilon, rngs=rngs)
+        own = (
+            None
+            if config.tied_embedding
+            else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
+        )
+        self.output_embedding = own
 
     def embed(self, tokens, position, dropout_key):
         # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
         vocabulary = "vocabulary" if num_parts() == 1 else None
         table = self.embedding[...]
         # Rounded after the lookup, so that the gradient of a frequent token, a sum of many small terms, is float32.
-        return embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens).astype(self.dtype)
+        x = embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
+        return (x if self.config.embedding_scale == 1 else x * self.config.embedding_scale).astype(self.dtype)
 
     def summaries(self, b, c):
         if self.summary_embedding is None:
@@ -198,8 +222,10 @@ class Decoder(Skeleton):
         return tiled_dropout(self.final_norm(x), self.config.dropout_rate, dropout_key)
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
-        """The logits of the next token, float32; the softmax shares the embedding's parameters."""
-        return self.logit_scale * scores(hidden, self.embedding[...])
+        """The logits of the next token, float32."""
+        table = self.embedding if self.output_embedding is None else self.output_embedding
+        logits, bound = self.logit_scale * scores(hidden, table[...]), self.config.logit_bound
+        return logits if bound is None else bound * jnp.tanh(logits / bound)
 
     def published(self, carry, start) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, tiled_dropout
+from meliad_like.layers.basic import Linear, RMSNorm, tiled_dropout
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import MIXERS, Carry, Mixer, Shape, StatesConfig, Traits
 from meliad_like.mixers.sliding_window import TokenCache
@@ -53,8 +53,8 @@ class ResidualFeedForward(nnx.Module):
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         d, self.dropout_rate = shape.model_width, shape.dropout_rate
-        self.norm = RMSNorm(d, rngs=rngs)
-        self.network = FeedForward(d, shape.feedforward_width, d, rngs=rngs, bias=shape.feedforward_bias)
+        self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
+        self.network = shape.feedforward.build(d, shape.feedforward_width, bias=shape.feedforward_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
         with jax.named_scope("feedforward"):
@@ -62,7 +62,7 @@ class ResidualFeedForward(nnx.Module):
 
     @staticmethod
     def flops(shape: Shape) -> Flops:
-        return Flops.of_products(4 * shape.model_width * shape.feedforward_width)
+        return shape.feedforward.flops(shape.model_width, shape.feedforward_width)
 
 
 class DecoderLayer(Layer):
@@ -80,7 +80,7 @@ class DecoderLayer(Layer):
         if mixers:
             width = sum(config.width(shape) for config in mixers.values())
             bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
-            self.norm = RMSNorm(d, rngs=rngs)
+            self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
             self.output = Linear(width, d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
         has_feedforward = index in shape.feedforward_layers
         self.feedforward = ResidualFeedForward(shape, rngs=rngs) if has_feedforward else None
@@ -174,6 +174,35 @@ class LayerConfig:
 
     def traits(self, shape: Shape) -> Traits:
         return Traits()
+
+
+class LayerWithNormsAfter(DecoderLayer):
+    """`x + norm(output(mixers(x)))`, then `x + norm(feedforward(x))`."""
+
+    def _read(self, x, carry, dropout_key, read):
+        num_keys = 2 + len(self.names)
+        keys = [None] * num_keys if dropout_key is None else list(jax.random.split(dropout_key, num_keys))
+        if self.names:
+            results, carry = [], dict(carry)
+            for name, key in zip(self.names, keys[2:], strict=True):
+                with jax.named_scope(name):
+                    result, carry[name] = read(self.mixers[name], x, carry[name], key)
+                results.append(result)
+            y = self.norm(self.output(jnp.concatenate(results, axis=-1)))
+            x = x + tiled_dropout(y, self.shape.dropout_rate, keys[0])
+        if self.feedforward is None:
+            return x, carry
+        with jax.named_scope("feedforward"):
+            y = self.feedforward.norm(self.feedforward.network(x))
+            return x + tiled_dropout(y, self.shape.dropout_rate, keys[1]), carry
+
+
+@LAYERS.register("norms_after")
+class NormsAfter(LayerConfig):
+    """Layers whose norms come after the mixers and after the feed-forward network, and not before them (OLMo)."""
+
+    def build(self, shape, index, *, rngs):
+        return LayerWithNormsAfter(shape, index, rngs=rngs)
 
 
 class RepeatedInputLayer(DecoderLayer):

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.mixers.base import layer_indices
 from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, Remat
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
-from meliad_like.models.pretrained.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.registry import kind_field, resumable, size
 
 DECODER_FIELDS = (

@@ -1,0 +1,224 @@
+"""What a family of published models is: the fields of its config.json, and the places of our parameters in its files.
+
+A constant of a published forward pass (`1 + weight`, a multiplier) is folded into the parameters when they are read,
+and divided out when they are written.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meliad_like.config import fit
+from meliad_like.conversion.parameters import fill
+from meliad_like.conversion.pretrained_formats import HARMLESS
+from meliad_like.errors import UserError
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.training.checkpoints import named_arrays
+
+FAMILIES: dict[str, "Family"] = {}
+"""The families, by the `model_type` of config.json."""
+REQUIRED = object()
+"""The default of a field that config.json must have."""
+
+
+class Fields:
+    """The fields of a config.json. Each must be read, or be known to have no effect."""
+
+    def __init__(self, saved: Mapping[str, Any], owner: str):
+        """`owner` is the name of the file, for messages."""
+        self.saved, self.owner = saved, owner
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, kind: Any, default: Any = REQUIRED) -> Any:
+        """The value of a field, of this type; a field that is missing or null has the default."""
+        self._read.add(name)
+        value = self.saved.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise UserError(f"{self.owner} has no {name}")
+            return default
+        return fit(value, kind, f"{self.owner}: {name}")
+
+    def sizes(self, *names: str) -> list[int]:
+        """The values of fields that are whole numbers above 0."""
+        values = [self(name, int) for name in names]
+        for name, value in zip(names, values):
+            if value < 1:
+                raise UserError(f"{self.owner}: {name} = {value} must be positive")
+        return values
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Raises a UserError if a field has another value than these, of which the first is that of a missing field."""
+        self._read.add(name)
+        if (value := self.saved.get(name)) not in (None, *allowed):
+            raise UserError(f"{self.owner}: we can't honour {name} = {value!r}, only {' or '.join(map(repr, allowed))}")
+
+    def without_effect(self, *names: str) -> None:
+        """Notes that these fields do not change the model."""
+        self._read.update(names)
+
+    def check_all_read(self) -> None:
+        """Raises a UserError if a field was not read, and may change the model."""
+        for name, value in self.saved.items():
+            # An unknown switch that is off has no effect.
+            if name not in self._read and name not in HARMLESS and value not in (None, False, {}, [], "none"):
+                raise UserError(
+                    f"{self.owner}: we can't honour {name} = {value!r}, which we don't know and may change the model"
+                )
+
+
+def number(value: Any) -> float:
+    """A number of config.json: newer versions of transformers write infinity as an object."""
+    return float(value["__float__"]) if isinstance(value, dict) else float(value)
+
+
+class Layout(NamedTuple):
+    """How one of our arrays is made from an array of the file, and back."""
+
+    read: Callable[[np.ndarray], np.ndarray]
+    write: Callable[[np.ndarray], np.ndarray]
+
+
+SAME = Layout(lambda x: x, lambda x: x)
+KERNEL = Layout(np.transpose, np.transpose)
+"""Linear maps are [out, in] in the file, and ours [in, out]."""
+FILTERS = Layout(lambda x: x[:, 0].T, lambda x: x.T[:, None])
+"""Convolutions are [channels, 1, taps] in the file, and ours [taps, channels]."""
+
+
+def flat(rows: int) -> Layout:
+    """A vector of ours that has several rows in the file."""
+    return Layout(lambda x: x.reshape(-1), lambda x: x.reshape(rows, -1))
+
+
+class Part(NamedTuple):
+    """One of our arrays, or a part of it along its first axis, and its place in the file."""
+
+    tensor: str
+    layout: Layout = SAME
+    rows: Sequence[int] | None = None
+    """The rows of the tensor that it is, along the tensor's first axis; None: all."""
+    factor: float | np.ndarray = 1.0
+    offset: float = 0.0
+    """What is added to the tensor's values times the factor."""
+    size: int = 0
+    """If a parameter has several parts: the length of this one, along the parameter's first axis."""
+
+    def read(self, tensor: np.ndarray) -> np.ndarray:
+        rows = tensor if self.rows is None else tensor[np.asarray(self.rows)]
+        array = self.layout.read(rows.astype(np.float32))
+        return array if self.factor == 1 and not self.offset else array.astype(float) * self.factor + self.offset
+
+    def write(self, array: np.ndarray) -> np.ndarray:
+        if self.factor != 1 or self.offset:
+            array = (array.astype(float) - self.offset) / self.factor
+        return self.layout.write(np.asarray(array, np.float32))
+
+
+Places = Mapping[str, Part | Sequence[Part]]
+"""By the path of a parameter of ours: its place, or those of its parts along the first axis."""
+
+
+class Family:
+    """A family of published models. `register` adds it to `FAMILIES`."""
+
+    model_types: tuple[str, ...]
+    harmless: tuple[str, ...] = ()
+    """Fields of config.json without an effect on the model, in addition to those of all formats."""
+
+    def normal_form(self, saved: dict[str, Any], owner: str) -> dict[str, Any]:
+        """The config.json from which the family reads and which it writes."""
+        del owner
+        return saved
+
+    def name(self, tensor: str, config: DecoderConfig) -> str | None:
+        """The name under which the family knows a tensor of the file; None: it is not of the language model."""
+        del config
+        return tensor
+
+    def pieces(self, tensor: str) -> Sequence[str]:
+        """The names of the tensors of which a tensor consists along its first axis. They are written in equal parts."""
+        return (tensor,)
+
+    def decoder(self, fields: Fields) -> DecoderConfig:
+        """The decoder."""
+        raise NotImplementedError
+
+    def places(self, fields: Fields, config: DecoderConfig) -> Places:
+        """The places of all parameters."""
+        raise NotImplementedError
+
+
+def parts_of(places: Places, path: str) -> Sequence[Part]:
+    """The parts of a parameter of ours."""
+    if path not in places:
+        raise ValueError(f"the family has no place for {path}")
+    place = places[path]
+    return (place,) if isinstance(place, Part) else place
+
+
+def read_parameters(
+    family: Family, places: Places, template: Any, names: Iterable[str], read: Callable[[str], np.ndarray], owner: str
+) -> Any:
+    """Our parameters, float32, from the tensors of a file by their names in the family; all rows must be used.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    used: dict[str, tuple[int, set[int]]] = {}
+
+    def whole(tensor: str) -> np.ndarray:
+        pieces = [read(name) for name in family.pieces(tensor)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def make(path: str) -> np.ndarray:
+        arrays = []
+        for part in parts_of(places, path):
+            tensor = whole(part.tensor)
+            rows = range(len(tensor)) if part.rows is None else part.rows
+            if len(rows) and max(rows) >= len(tensor):
+                raise UserError(f"{owner}: {part.tensor} has {len(tensor)} rows, its config asks for more")
+            used.setdefault(part.tensor, (len(tensor), set()))[1].update(rows)
+            arrays.append(part.read(tensor))
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def tensors(path: str) -> Iterator[str]:
+        for part in parts_of(places, path):
+            yield from family.pieces(part.tensor)
+
+    params = fill(template, names, tensors, make, owner)
+    for tensor, (size, rows) in used.items():
+        if len(rows) < size:
+            raise UserError(f"{owner}: {tensor} has {size} rows, its config asks for {len(rows)}")
+    return params
+
+
+def to_tensors(family: Family, places: Places, params: Any) -> dict[str, np.ndarray]:
+    """The tensors of a file by name, float32; the inverse of `read_parameters`."""
+    found: dict[str, list[tuple[Part, np.ndarray]]] = {}
+    for path, leaf in named_arrays(params).items():
+        array, parts = np.asarray(leaf), parts_of(places, path)
+        ends = np.cumsum([part.size for part in parts[:-1]])
+        for part, piece in zip(parts, np.split(array, ends)):
+            found.setdefault(part.tensor, []).append((part, part.write(piece)))
+    tensors = {}
+    for name, written in found.items():
+        if written[0][0].rows is None:
+            [(_, whole)] = written
+        else:
+            size = sum(len(piece) for _, piece in written)
+            whole = np.empty((size, *written[0][1].shape[1:]), np.float32)
+            for part, piece in written:
+                whole[np.asarray(part.rows)] = piece
+        pieces = family.pieces(name)
+        length = -(-len(whole) // len(pieces))
+        for i, piece in enumerate(pieces):
+            tensors[piece] = np.ascontiguousarray(whole[i * length : (i + 1) * length])
+    return tensors
+
+
+def register(family: type[Family]) -> type[Family]:
+    """A class decorator that adds a family under its model types."""
+    FAMILIES.update(dict.fromkeys(family.model_types, family()))
+    return family

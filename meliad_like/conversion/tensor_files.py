@@ -1,0 +1,56 @@
+"""Folders of safetensors files, as Hugging Face's transformers writes them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from meliad_like.errors import UserError, reading
+from meliad_like.resumable import read_object
+
+CONFIG_NAME = "config.json"
+TENSORS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16")
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, by the tensor's name."""
+    if (folder / INDEX_NAME).exists():
+        return {name: folder / file for name, file in read_object(folder / INDEX_NAME)["weight_map"].items()}
+    if (folder / TENSORS_NAME).exists():
+        with opened(folder / TENSORS_NAME) as file:
+            return dict.fromkeys(file.keys(), folder / TENSORS_NAME)  # The value is not a mapping.
+    advice = "save the model with transformers' save_pretrained(folder, safe_serialization=True)"
+    raise UserError(f"{folder} has neither {TENSORS_NAME} nor {INDEX_NAME}: {advice}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file."""
+    error = safetensors.SafetensorError
+    with reading(path, "safetensors file", error), safetensors.safe_open(path, framework="numpy") as file:
+        yield file
+
+
+def read_tensor(path: Path, name: str) -> np.ndarray:
+    """A tensor of a safetensors file, by its name."""
+    # The file is mapped again for each tensor; otherwise the pages of earlier tensors would stay in memory.
+    with opened(path) as file:
+        # Checked first, because numpy lacks some of the types, such as 8 bits.
+        if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+            raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        return file.get_tensor(name)
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode
+    safetensors.numpy.save_file(tensors, path, metadata)
+    # safetensors makes files that only their owner can read, whatever the umask.
+    path.chmod(mode)

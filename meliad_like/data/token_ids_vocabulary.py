@@ -1,0 +1,45 @@
+"""The vocabulary of a model without a tokenizer: token ids that stand for no text."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
+from meliad_like.errors import UserError
+from meliad_like.registry import size
+from meliad_like.validation import check_not_negative, check_positive
+
+
+@VOCABULARIES.register("token_ids")
+@dataclass(frozen=True)
+class TokenIdsVocabularyConfig(VocabularyConfig):
+    """Token ids without a text, as of a published model whose folder has no tokenizer."""
+
+    num_tokens: int = size(32_000, "fixed")
+    """The number of ids."""
+    end_token: int = size(0, "fixed")
+    """The id that ends a document."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ("num_tokens",))
+        check_not_negative(self, ("end_token",))
+        if self.end_token >= self.num_tokens:
+            name = "TokenIdsVocabularyConfig.end_token"
+            raise UserError(f"{name}={self.end_token} must be below num_tokens={self.num_tokens}")
+
+    def make(self, texts: Iterable[str] = ()) -> Vocabulary:
+        return TokenIdsVocabulary(self.num_tokens, self.end_token, self.size_multiple)
+
+
+class TokenIdsVocabulary(Vocabulary):
+    """Token ids without a text: a text is refused, and ids have no bytes."""
+
+    kind = "token_ids"
+
+    def __init__(self, num_tokens: int, end_token: int, size_multiple: int = 1):
+        settings = {"num_tokens": num_tokens, "end_token": end_token}
+        super().__init__([b""] * num_tokens, end_token, size_multiple, lossless=False, **settings)
+        self.writable[:num_tokens] = True
+
+    def encode(self, text: str):
+        raise UserError("this model has no tokenizer: give it token ids, not a text")

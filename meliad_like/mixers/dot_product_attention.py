@@ -1,0 +1,271 @@
+"""Attention by scaled dot products, as in published models: to a span of tokens, the token itself included.
+
+Queries and keys may pass a norm and get rotary positions, on all channels of a head or on the first ones; several heads
+of queries share a head of keys and values; a gate may multiply the results (Vaswani et al. 2017; Ainslie et al. 2023;
+Su et al. 2021; Qiu et al. 2025). The span has nothing to do with the length of a block: the cache is a ring of as many
+blocks as the span reaches into.
+
+A key is kept with the rotation of its offset in its block, and queries get the rotation of the distance between blocks:
+so angles never grow with the document, and no cached key is ever rotated again. In shapes `g` is the number of heads of
+keys, `j` that of heads of queries that share one, and `ring` the number of blocks in the cache.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.errors import UserError
+from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
+from meliad_like.registry import kind_field, size
+from meliad_like.validation import check_choices, check_not_negative, check_positive
+
+ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
+
+
+class AttentionCache(NamedTuple):
+    """The keys and values of the last blocks as a ring: a token of the document's block i is in the ring's block
+    `i % ring`."""
+
+    key: Float[Array, "b g s k"]
+    """Keys, turned by their offset in their block."""
+    value: Float[Array, "b g s k"]
+    position: Int[Array, " b"]
+    """The number of tokens of the document that have been read."""
+
+
+class SpanAttention(Mixer):
+    """Attention of a layer's tokens to a span of tokens."""
+
+    def __init__(self, config: "DotProductAttention", shape: Shape, *, rngs: nnx.Rngs):
+        self.config, self.shape = config, shape
+        self.w, self.ring = shape.window_length, config.ring(shape)
+        h, g, k, d = shape.num_heads, config.key_heads(shape), shape.head_size, shape.model_width
+        self.key_heads, self.table = g, config.table(shape)
+        biased = {"bias_initializer": zeros if config.input_bias else None, "rngs": rngs}
+        self.query = Linear(d, h * k, ("model", "heads"), **biased)
+        self.key, self.value = (Linear(d, g * k, ("model", "heads"), **biased) for _ in range(2))
+        self.gate = Linear(d, h * k, ("model", "heads"), **biased) if config.gate else None
+        sizes = {"none": None, "head": (k, k), "all": (h * k, g * k)}[config.norm]
+        axes = ("heads",) if config.norm == "all" else (None,)
+        self.query_scale, self.key_scale = (
+            (None, None) if sizes is None else (parameter(rngs.params(), ones, (i,), axes) for i in sizes)
+        )
+
+    def init_carry(self, b, dtype):
+        empty = jnp.zeros((b, self.key_heads, self.ring * self.w, self.shape.head_size), dtype)
+        return AttentionCache(empty, empty, jnp.zeros(b, jnp.int32))
+
+    def _project(
+        self, x: Float[Array, "b n d"]
+    ) -> tuple[Float[Array, "b h n k"], Float[Array, "b g n k"], Float[Array, "b g n k"], Float[Array, "b n i"] | None]:
+        """Queries times the attention's scale, and keys, without positions; values, and what the gate is made of."""
+        query, key, value, *gate = project(x, self.query, self.key, self.value, *([self.gate] if self.gate else []))
+        query, key = self._normed(query, self.query_scale), self._normed(key, self.key_scale)
+        scale = self.shape.head_size**-0.5 if self.config.scale is None else self.config.scale
+        query = (query.astype(jnp.float32) * scale).astype(x.dtype)
+        g = self.key_heads
+        heads = split_heads(query, self.shape.num_heads), split_heads(key, g), split_heads(value, g)
+        return *heads, (gate[0] if gate else None)
+
+    def _normed(self, x: Float[Array, "b n i"], scale: nnx.Param | None) -> Float[Array, "b n i"]:
+        if scale is None:
+            return x
+        heads = rearrange(x, "b n (h k) -> b n h k", k=scale.shape[0])
+        y = over_root_mean_square(heads, self.config.norm_epsilon) * scale[...]
+        return rearrange(y, "b n h k -> b n (h k)").astype(x.dtype)
+
+    def _output(self, mixed: Float[Array, "b h n k"], gate: Float[Array, "b n i"] | None) -> Float[Array, "b n i"]:
+        y = merge_heads(mixed)
+        return y if gate is None else y * jax.nn.sigmoid(gate)
+
+    def __call__(self, x, at, carry, dropout_key):
+        w, ring, g = self.w, self.ring, self.key_heads
+        query, key, value, gate = self._project(x)
+        positions, read = at.count(carry.position, w)
+        c = positions.shape[1]
+        query, key, value = (rearrange(y, "b h (c w) k -> b h c w k", w=w) for y in (query, key, value))
+        if self.table is not None:
+            turns = self.table.of(np.arange(w), scaled=True)
+            query, key = turned(query, turns), turned(key, turns)
+        # The cached blocks before the segment, the oldest first, and then the segment's.
+        before = (carry.position[:, None] // w - np.arange(ring - 1, 0, -1)) % ring
+        keys, values = (
+            jnp.concatenate([_blocks(cached, ring, before), new.astype(cached.dtype)], axis=2)
+            for cached, new in ((carry.key, key), (carry.value, value))
+        )
+        # The ring's blocks after the segment: those of the last ones that are in each.
+        last = ring + c - 2 - (read[:, None] // w - 1 - np.arange(ring)) % ring
+        kept = (rearrange(_take(y, last), "b g r w k -> b g (r w) k") for y in (keys, values))
+        if self.table is not None:
+            keys = turned(keys, _each_block(self.table.of((np.arange(ring + c - 1) - (ring - 1)) * w)))
+            query = turned(query, _each_block(self.table.of(np.arange(c) * w)))
+        query = rearrange(query, "b (g j) c w k -> c b g (j w) k", g=g)
+        rate = self.shape.dropout_rate
+
+        # The weights of a block are computed again in the backward pass, so that memory is that of one block.
+        @functools.partial(jax.checkpoint, prevent_cse=c == 1)
+        def read_block(i, query, position, dropout_key):
+            near = (jax.lax.dynamic_slice_in_dim(y, i, ring, axis=2) for y in (keys, values))
+            near_keys, near_values = (rearrange(y, "b g r w k -> b g (r w) k") for y in near)
+            multiplier = dropout_multiplier(dropout_key, rate, (*query.shape[:-1], near_keys.shape[2]))
+            near_keys, near_values, mask = near_keys.astype(x.dtype), near_values.astype(x.dtype), self._seen(position)
+            return attend(query, near_keys, near_values, mask=mask, multiplier=multiplier)
+
+        if c == 1:
+            mixed = read_block(0, query[0], positions[:, 0], dropout_key)[None]
+        else:
+
+            def step(_, block):
+                i, query, position = block
+                key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+                return None, read_block(i, query, position, key)
+
+            _, mixed = jax.lax.scan(step, None, (jnp.arange(c), query, positions.T))
+        mixed = rearrange(mixed, "c b g (j w) k -> b (g j) (c w) k", w=w)
+        return self._output(mixed.astype(x.dtype), gate), AttentionCache(*kept, read)
+
+    def _seen(self, position: Int[Array, " b"]) -> Bool[Array, "b 1 t s"]:
+        """Which keys of the ring's blocks, the last of which is their own, the queries of a block see: those of the
+        same document within the span. `position` is the number of tokens of the document before the block."""
+        w, ring = self.w, self.ring
+        offset = np.arange(w)[:, None]
+        distance = (ring - 1) * w + offset - np.arange(ring * w)
+        within = (distance >= 0) & (distance < self.config.span)
+        seen = within & (distance <= offset + position[:, None, None])
+        return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
+
+    def step(self, x, at, carry):
+        w, ring, g = self.w, self.ring, self.key_heads
+        query, key, value, gate = self._project(x[:, None])
+        position, lanes = carry.position, jnp.arange(x.shape[0])
+        block, offset = position // w, position % w
+        # The number of blocks from each of the ring's blocks to that of the token.
+        distance = (block[:, None] - np.arange(ring)) % ring
+        query = jnp.broadcast_to(query, (*query.shape[:2], ring, query.shape[3]))
+        if self.table is not None:
+            of_offset = self._taken(np.arange(w), offset[:, None, None], scaled=True)
+            key = turned(key, of_offset)
+            query = turned(turned(query, of_offset), self._taken(np.arange(ring) * w, distance[:, None]))
+        slot = block % ring * w + offset
+        carry = AttentionCache(
+            carry.key.at[lanes, :, slot].set(key[:, :, 0].astype(carry.key.dtype)),
+            carry.value.at[lanes, :, slot].set(value[:, :, 0].astype(carry.value.dtype)),
+            position + 1,
+        )
+        away = distance[:, :, None] * w + offset[:, None, None] - np.arange(w)
+        seen = (away >= 0) & (away < self.config.span) & (away <= position[:, None, None])
+        # Each of the ring's blocks has queries of its own, so that the block is an axis of lanes.
+        queries = rearrange(query, "b (g j) r k -> b g r j k", g=g)
+        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in (carry.key, carry.value))
+        scores = jnp.einsum("bgrjk,bgrwk->bgjrw", queries, keys.astype(x.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=(-2, -1)).astype(x.dtype)
+        mixed = jnp.einsum("bgjrw,bgrwk->bgjk", weights, values.astype(x.dtype), preferred_element_type=jnp.float32)
+        mixed = rearrange(mixed, "b g j k -> b (g j) 1 k").astype(x.dtype)
+        return self._output(mixed, gate)[:, 0], carry
+
+    def _taken(self, places: Int[np.ndarray, " m"], index: Int[Array, "*batch"], *, scaled: bool = False) -> Turns:
+        """The turns of some of the places."""
+        assert self.table is not None
+        return Turns(*(jnp.take(y, index, axis=0, mode="clip") for y in self.table.of(places, scaled=scaled)))
+
+
+def _take(blocks: Float[Array, "b g r w k"], index: Int[Array, "b m"]) -> Float[Array, "b g m w k"]:
+    return jnp.take_along_axis(blocks, index[:, None, :, None, None], axis=2, mode="clip")
+
+
+def _blocks(cached: Float[Array, "b g s k"], ring: int, index: Int[Array, "b m"]) -> Float[Array, "b g m w k"]:
+    """Blocks of the ring, those of each lane by its own indices."""
+    return _take(rearrange(cached, "b g (r w) k -> b g r w k", r=ring), index)
+
+
+def _each_block(turns: Turns) -> Turns:
+    """The turns of blocks, for all tokens of each."""
+    return Turns(*(y[:, None] for y in turns))
+
+
+@MIXERS.register("dot_product_attention")
+class DotProductAttention(MixerConfig):
+    """Attention to the last `span` tokens, with `DecoderConfig.num_heads` heads of queries."""
+
+    span: int = size(2048, "length")
+    """The number of tokens that a token sees, itself included, of its document."""
+    num_key_heads: int = size(0, "heads")
+    """The number of heads of keys and values; 0: `num_heads`. Consecutive heads of queries share one."""
+    rotary_share: float = 1.0
+    """The share of a head's channels, from the first on, that get rotary positions; 0: none."""
+    rotary_base: float = 10_000.0
+    """The longest wavelength of rotary positions, over 2 pi."""
+    rotary_scaling: RotaryScaling = kind_field(ROTARY_SCALINGS, RotaryScaling)
+    """The scaling of these wavelengths."""
+    norm: Literal["none", "head", "all"] = "none"
+    """The norms of queries and keys before positions: none, of each head, or of all heads together."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in these norms."""
+    gate: bool = False
+    """Whether the results are multiplied by the sigmoid of another projection of the layer's input."""
+    input_bias: bool = False
+    """Whether the projections to queries, keys, values and gates have biases."""
+    output_bias: bool = False
+    """Whether the layer's output projection has a bias."""
+    scale: float | None = None
+    """The factor on products of queries and keys; None: 1 / sqrt(head_size)."""
+
+    def __post_init__(self):
+        check_choices(self)
+        check_positive(self, ("span",))
+        check_not_negative(self, ("num_key_heads", "norm_epsilon"))
+        if not 0 <= self.rotary_share <= 1:
+            raise UserError(f"DotProductAttention.rotary_share={self.rotary_share} must be between 0 and 1")
+        if self.rotary_scaling.extends_windows:
+            name = ROTARY_SCALINGS.name_of(self.rotary_scaling)
+            raise UserError(f"DotProductAttention.rotary_scaling={name!r} depends on a text's length, and spans don't")
+
+    def check(self, shape):
+        if shape.num_heads % self.key_heads(shape):
+            name = f"DotProductAttention.num_key_heads={self.num_key_heads}"
+            raise UserError(f"num_heads={shape.num_heads} must be a multiple of {name}")
+        if (turning := self.rotary_size(shape)) % 2:
+            name = f"DotProductAttention.rotary_share={self.rotary_share}"
+            raise UserError(f"{name} of head_size={shape.head_size} is {turning} channels, which must be even")
+
+    def key_heads(self, shape: Shape) -> int:
+        return self.num_key_heads or shape.num_heads
+
+    def rotary_size(self, shape: Shape) -> int:
+        """The number of a head's channels with rotary positions."""
+        return int(self.rotary_share * shape.head_size)
+
+    def table(self, shape: Shape) -> RotaryTable | None:
+        turning = self.rotary_size(shape)
+        return RotaryTable(turning, self.rotary_base, self.rotary_scaling) if turning else None
+
+    def ring(self, shape: Shape) -> int:
+        """The number of blocks in the cache: that of the token, and those that the rest of the span reaches into."""
+        return -(-(self.span - 1) // shape.window_length) + 1
+
+    def build(self, shape, *, rngs):
+        return SpanAttention(self, shape, rngs=rngs)
+
+    def flops(self, shape):
+        """Projections, and the products with all keys of the cache's blocks, as they are computed."""
+        h, g, k = shape.num_heads, self.key_heads(shape), shape.head_size
+        projections = 2 * shape.model_width * k * (h * (1 + self.gate) + 2 * g)
+        return Flops.of_products(projections + 4 * self.ring(shape) * shape.window_length * h * k)
+
+    def traits(self, shape):
+        return Traits(
+            attends_to=lambda position: np.minimum(position, self.span - 1),
+            sequential_because="a span of attention reaches into more than the block before",
+            output_bias=self.output_bias,
+        )

@@ -1,0 +1,236 @@
+"""Published models: tiny ones that transformers 5.24 wrote, read in every way, trained, and written again.
+
+`golden/published/` has for each family a folder as transformers writes it, and what transformers computes with it in
+float64, rounded to float32: logits at some places of two documents, the last ones of a long one, those of the second
+part of a document read as a document of its own, the loss, gradients, and a greedy continuation. `error` is
+transformers' own error in float32, relative to the largest logit. All parameters are random, norms and biases too.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from ways import begin, decode, read
+
+import meliad_like
+from meliad_like.conversion.pretrained import convert_from_huggingface, convert_to_huggingface
+from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
+from meliad_like.conversion.published.folder import described, normal_form
+from meliad_like.errors import UserError
+
+GOLDEN = Path(__file__).parent / "golden" / "published"
+W = 8
+"""The length of a block: shorter than spans of attention, and no multiple of all of them."""
+PADDED = 72
+
+
+def opened(name, **bindings):
+    bindings = {"DecoderConfig.window_length": W, "ReaderConfig.segment_length": 3 * W} | bindings
+    return meliad_like.load(GOLDEN / name, gin_params=[f"{key} = {value!r}" for key, value in bindings.items()])
+
+
+@pytest.fixture(scope="module", params=sorted(path.name for path in GOLDEN.iterdir()))
+def case(request):
+    """A family's model, and the expected arrays."""
+    with np.load(GOLDEN / request.param / "expected.npz") as file:
+        return opened(request.param), dict(file), request.param
+
+
+def padded(ids):
+    return np.pad(ids, ((0, 0), (0, -ids.shape[1] % W))).astype(np.int32)
+
+
+def assert_logits(logits, expected, name):
+    """Errors of at most four times those of transformers."""
+    error = 4 * expected[f"{name}error"] * expected[f"{name}scale"]
+    wanted = {"": "logits", "long_": "long"}[name]
+    np.testing.assert_allclose(logits, expected[wanted], rtol=0, atol=float(error))
+
+
+def no_starts(b, blocks):
+    return np.zeros((b, blocks), bool)
+
+
+@pytest.mark.parametrize("blocks", [PADDED // W, 3, 1])
+def test_segments(case, blocks):
+    """One pass, and segments of several blocks and of one."""
+    lm, expected, _ = case
+    ids, carry, pieces = padded(expected["ids"]), begin(lm.model, lm.params, 2), []
+    for piece in np.split(ids, PADDED // W // blocks, axis=1):
+        logits, carry = read(lm.model, lm.params, piece, carry, no_starts(2, blocks))
+        pieces.append(logits)
+    assert_logits(np.concatenate(pieces, axis=1)[:, expected["at"]], expected, "")
+
+
+def test_token_by_token_and_after_segments(case):
+    lm, expected, _ = case
+    ids, module = padded(expected["ids"]), lm.model.bind(lm.params)
+    logits, _ = decode(lm.model, lm.params, ids, begin(lm.model, lm.params, 2, decoding=True))
+    assert_logits(logits[:, expected["at"]], expected, "")
+    first, carry = read(lm.model, lm.params, ids[:, : 3 * W], begin(lm.model, lm.params, 2), no_starts(2, 3))
+    then, carry = decode(lm.model, lm.params, ids[:, 3 * W : 6 * W], module.begin_decoding(carry))
+    last, _ = read(lm.model, lm.params, ids[:, 6 * W :], module.end_decoding(carry), no_starts(2, 3))
+    assert_logits(np.concatenate([first, then, last], axis=1)[:, expected["at"]], expected, "")
+
+
+@pytest.mark.parametrize("blocks", [38, 2])
+def test_a_long_document(case, blocks):
+    lm, expected, _ = case
+    ids, carry, pieces = padded(expected["long_ids"]), begin(lm.model, lm.params, 1), []
+    for piece in np.split(ids, 38 // blocks, axis=1):
+        logits, carry = read(lm.model, lm.params, piece, carry, no_starts(1, blocks))
+        pieces.append(logits)
+    assert_logits(np.concatenate(pieces, axis=1)[:, 300 - expected["long"].shape[1] : 300], expected, "long_")
+
+
+@pytest.mark.parametrize("blocks", [PADDED // W, 3])
+def test_a_second_document_in_the_lane_equals_it_alone(case, blocks):
+    lm, expected, _ = case
+    ids, carry, pieces = padded(expected["ids"]), begin(lm.model, lm.params, 2), []
+    start = no_starts(2, PADDED // W)
+    start[:, 48 // W] = True
+    for piece, flags in zip(*(np.split(x, PADDED // W // blocks, axis=1) for x in (ids, start))):
+        logits, carry = read(lm.model, lm.params, piece, carry, flags)
+        pieces.append(logits)
+    logits = np.concatenate(pieces, axis=1)
+    assert_logits(logits[:, 48:70], expected | {"logits": expected["alone"]}, "")
+    before = expected["at"] < 48
+    assert_logits(logits[:, expected["at"][before]], expected | {"logits": expected["logits"][:, before]}, "")
+
+
+def test_a_batch_of_unequal_texts(case):
+    lm, expected, _ = case
+    ids, at = expected["ids"], expected["at"]
+    lengths = (70, 57, 2)
+    outputs = lm.forward_batch([ids[i % 2, :length] for i, length in enumerate(lengths)])
+    for lane, (length, one) in enumerate(zip(lengths, outputs)):
+        known = at[at < length]
+        wanted = expected["logits"][lane % 2, : len(known)]
+        assert_logits(one.logits[known], expected | {"logits": wanted}, "")
+
+
+def test_the_loss_and_its_gradients(case):
+    lm, expected, name = case
+    ids = padded(expected["ids"])
+
+    def loss(params):
+        module = lm.model.bind(params)
+        targets, carry = np.roll(ids, -1, axis=1), module.init_carry(2)
+        losses, _ = module.losses(ids, targets, carry, no_starts(2, PADDED // W), slice_length=PADDED)
+        return jnp.mean(losses.nats[:, :69])
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(lm.params)
+    assert value == pytest.approx(float(expected["loss"]), rel=1e-5)
+    family, saved = normal_form(json.loads((GOLDEN / name / "config.json").read_text()), name)
+    _, places, _ = described(family, saved, name)
+    # The gradient of a tensor is that of our parameter times the factor.
+    transposed = {
+        path: [part._replace(factor=1 / part.factor, offset=0.0) for part in ([x] if isinstance(x, Part) else x)]
+        for path, x in places.items()
+    }
+    ours = to_tensors(family, transposed, gradients)
+    wanted = {key.partition("/")[2]: x for key, x in expected.items() if key.startswith("gradient/")}
+    assert len(wanted) > 4
+    for tensor, gradient in wanted.items():
+        np.testing.assert_allclose(ours[tensor], gradient, rtol=0, atol=1e-4 * np.abs(gradient).max(), err_msg=tensor)
+
+
+def test_the_greedy_continuation(case):
+    lm, expected, _ = case
+    module = lm.model.bind(lm.params)
+    _, carry = read(
+        lm.model,
+        lm.params,
+        expected["ids"][:, : 8 * W].astype(np.int32),
+        begin(lm.model, lm.params, 2),
+        no_starts(2, 8),
+    )
+    logits, carry = decode(
+        lm.model, lm.params, expected["ids"][:, 8 * W :].astype(np.int32), module.begin_decoding(carry)
+    )
+    written = []
+    for _ in range(20):
+        written.append(np.argmax(logits[:, -1], axis=-1).astype(np.int32))
+        logits, carry = decode(lm.model, lm.params, written[-1][:, None], carry)
+    np.testing.assert_array_equal(np.stack(written, axis=1), expected["greedy"])
+
+
+def test_a_folder_and_back(case, tmp_path):
+    """The same tensors: bit for bit, or where a constant was folded in to the last bit."""
+    *_, name = case
+    convert_from_huggingface(GOLDEN / name, (), (), tmp_path / "ours")
+    convert_to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    expected = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
+    expected = {
+        key.replace("language_model.", ""): x
+        for key, x in expected.items()
+        if not key.startswith(("model.visual", "mtp"))
+    }
+    written = safetensors.numpy.load_file(tmp_path / "theirs" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for key, x in expected.items():
+        np.testing.assert_allclose(written[key], x, rtol=2e-7, atol=1.2e-7, err_msg=key)
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text()) == config.get("text_config", config) | {
+        "dtype": "float32"
+    }
+    again = meliad_like.load(tmp_path / "theirs")
+    assert again.score(np.arange(9)).log_probabilities[1:] == pytest.approx(
+        meliad_like.load(tmp_path / "ours").score(np.arange(9)).log_probabilities[1:], abs=1e-5
+    )
+
+
+def copied(name, folder, changes):
+    shutil.copytree(GOLDEN / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("mamba2", {"new_switch": True}, "can't honour new_switch = True, which we don't know"),
+        ("mamba2", {"hidden_act": "gelu"}, "can't honour hidden_act = 'gelu', only 'silu' or 'swish'"),
+        ("mamba2", {"num_heads": None}, "config.json has no num_heads"),
+        ("mamba2", {"state_size": 0}, "state_size = 0 must be positive"),
+        ("mamba2", {"state_size": 8}, "has .* rows, its config asks for|has shape"),
+        ("mamba2", {"num_hidden_layers": 4}, "has a tensor backbone.layers.4.* no place for"),
+        ("mamba2", {"num_hidden_layers": 6}, "has no tensor backbone.layers.5"),
+        ("mamba2", {"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
+        ("mamba2", {"use_bias": True}, "has no tensor backbone.layers.0.mixer.*bias"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(tmp_path, name, changes, message):
+    folder = copied(name, tmp_path / "folder", changes)
+    with pytest.raises(UserError, match=message):
+        meliad_like.load(folder)
+
+
+def test_what_a_folder_determines_cannot_be_changed():
+    with pytest.raises(UserError, match=r"Mamba2.state_size = 8, but .* has 16"):
+        opened("mamba2", **{"Mamba2.state_size": 8})
+    with pytest.raises(UserError, match=r"DecoderConfig.norm_epsilon = 1e-06, but .* has 1e-05"):
+        opened("mamba2", **{"DecoderConfig.norm_epsilon": 1e-6})
+    assert opened("mamba2", **{"DecoderConfig.scan_layers": True}).model.config.scan_layers
+
+
+def test_a_model_without_a_tokenizer_reads_token_ids_alone(tmp_path):
+    lm = opened("mamba2")
+    with pytest.raises(UserError, match="has no tokenizer: give it token ids, not a text"):
+        lm.score("a text")
+    state = lm.read([1, 2, 3])
+    continuation = lm.generate(state, 5, temperature=0.0)
+    assert len(continuation.tokens) == 5 and continuation.text == ""
+    state.save(tmp_path / "state.npz")
+    assert lm.generate(lm.resume(tmp_path / "state.npz"), 5, temperature=0.0).tokens == continuation.tokens
+
+
+def test_every_family_has_arrays():
+    tested = {json.loads((path / "config.json").read_text())["model_type"] for path in GOLDEN.iterdir()}
+    assert {FAMILIES[kind] for kind in tested} == set(FAMILIES.values())
