@@ -159,6 +159,8 @@ def test_a_name_with_a_suffix_or_without_its_table_leads_to_the_row():
     assert message(["states_128"]) == "no gin file or row 'states_128' (nearest: block_recurrent/table3/states_128)"
     expected = "block_recurrent/table3.csv has no row 'states_128.gin' (nearest: states_128)"
     assert message(["block_recurrent/table3/states_128.gin"]) == expected
+    expected = "block_recurrent/table3.csv is a table: name one of its rows, block_recurrent/table3/ROW"
+    assert message(["block_recurrent/table3.csv"]) == expected
 
 
 def test_files_that_include_each_other_are_an_error(tmp_path):

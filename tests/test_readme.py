@@ -101,7 +101,7 @@ def test_links_and_named_files_exist(page):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
     for name in re.findall(r"`(\w+(?:/\w+)+\.gin)`", text):
-        files.find_file(name.removeprefix("gin/"))
+        files.find(name.removeprefix("gin/"))
     for name in re.findall(r"`((?:meliad_like|docs|tests|benchmarks|launch)/[\w./]*)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):

@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 from gin import config_parser
 
-from meliad_like.config.files import find_file, find_row, gin_root, nearest
+from meliad_like.config.files import find, gin_root, nearest
 from meliad_like.errors import UserError, reading
 
 BASE = "base.gin"
@@ -102,13 +102,14 @@ def _read(names: Sequence[str], settled: Set[str], including: tuple[str, ...] = 
     for name in names:
         if name in including:
             raise UserError(f"gin files include each other: {' -> '.join((*including, name))}")
-        path = find_file(name).resolve()
-        if path == (gin_root() / BASE).resolve():
-            continue
-        if (row := find_row(name)) is not None:
+        path, row = find(name)
+        path = path.resolve()
+        if row:
             path /= name.rpartition("/")[2]
             bindings, includes = _parse("\n".join(row.bindings), name, Rank.FILE, numbered=False)
             includes = [*row.files, *includes]
+        elif path == (gin_root() / BASE).resolve():
+            continue
         else:
             with reading(name, "text in UTF-8", UnicodeDecodeError):
                 bindings, includes = _parse(path.read_text(), name, Rank.FILE)

@@ -53,38 +53,36 @@ def shipped_rows() -> list[str]:
     return [f"{table}/{row}" for table in tables for row in read_table(table)]
 
 
-def find_file(name: str) -> epath.Path:
-    """The gin file called `name`, or the table of the row called so.
+def find(name: str) -> tuple[epath.Path, Row | None]:
+    """The gin file called `name` and None, or the file of a table and the row called `name`.
 
-    As given (absolute, or from the current folder), else among the shipped ones.
+    As given (absolute, or from the current folder), else among the shipped ones. Raises a UserError if there is none.
     """
-    if path := _existing(name) or _existing(f"{name.rpartition('/')[0]}.csv"):
-        return path
-    in_current_folder = [path.as_posix() for path in Path().glob("*.gin")]
-    hint = nearest(name, [*shipped_files(), *shipped_rows(), *in_current_folder])
-    raise UserError(f"no gin file or row {name!r}{hint}")
+    if (path := _existing(name)) and path.suffix != ".csv":
+        return path, None
+    table, _, row = name.rpartition("/")
+    if path:
+        raise UserError(f"{name} is a table: name one of its rows, {name.removesuffix('.csv')}/ROW")
+    if not (path := _existing(f"{table}.csv")):
+        in_current_folder = [path.as_posix() for path in Path().glob("*.gin")]
+        hint = nearest(name, [*shipped_files(), *shipped_rows(), *in_current_folder])
+        raise UserError(f"no gin file or row {name!r}{hint}")
+    if row not in (rows := read_table(table)):
+        raise UserError(f"{table}.csv has no row {row!r}{nearest(row, rows)}")
+    return path, rows[row]
 
 
 def _existing(name: str) -> epath.Path | None:
     return next((path for path in (epath.Path(name), gin_root() / name) if path.is_file()), None)
 
 
-def find_row(name: str) -> Row | None:
-    """The row called `name`; None if a gin file is called so. Raises a UserError if there is neither."""
-    table, _, row = name.rpartition("/")
-    if find_file(name) == _existing(name):
-        return None
-    rows = read_table(table)
-    if row not in rows:
-        raise UserError(f"{table}.csv has no row {row!r}{nearest(row, rows)}")
-    return rows[row]
-
-
 def read_table(name: str) -> dict[str, Row]:
     """The rows of a table by their names; `name` is that of its file without `.csv`."""
+    if not (path := _existing(f"{name}.csv")):
+        raise UserError(f"no table {name}.csv")
+    with reading(path, "text in UTF-8", UnicodeDecodeError):
+        lines = csv.DictReader(path.read_text().splitlines())
     rows: dict[str, Row] = {}
-    with reading(f"{name}.csv", "text in UTF-8", UnicodeDecodeError):
-        lines = csv.DictReader(find_file(f"{name}.csv").read_text().splitlines())
     for line in lines:
         row = f"{name}/{line.get('name')}"
         if None in line or None in line.values() or not {"name", "files", "bindings"} <= line.keys():
@@ -99,10 +97,10 @@ def read_table(name: str) -> dict[str, Row]:
 
 def about(name: str) -> str:
     """The first sentence of the comment at the beginning of a gin file; of a row its label."""
-    if row := find_row(name):
+    path, row = find(name)
+    if row:
         return row.cells["label"]
-    lines = find_file(name).read_text().splitlines()
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     text = " ".join(line.removeprefix("#").strip() for line in comment)
     return re.split(r"(?<=\.) (?=[A-Z(])", text, maxsplit=1)[0]
 
