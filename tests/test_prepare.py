@@ -195,6 +195,22 @@ def test_nothing_left(tmp_path):
         prepare(TextSource(folder=str(tmp_path), empty="skip"), BYTES, tmp_path / "store", 1)
 
 
+@pytest.mark.parametrize("parts", [0, 2])
+def test_names_that_are_given_twice(tmp_path, parts):
+    """In one split; documents of two splits may have the same name, such as their number in it."""
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    records = [{"id": name, "text": "a"} for name in ("b", "a", "c", "b")]
+    for name, chosen in ("train", records), ("test", records[:3]):
+        (documents / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chosen))
+    source = JsonLinesSource(folder=str(documents), name_field="id")
+    for part in range(parts):
+        prepare_part(source, BYTES, tmp_path / "store", part + 1, parts)
+    with pytest.raises(UserError, match="^documents 1 and 4 of train are both named 'b', .* RecordsSourceConfig.name_"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+    assert prepare(dataclasses.replace(source, name_field=""), BYTES, tmp_path / "numbered", 1)
+
+
 def test_listed_document_that_is_missing(texts, tmp_path):
     with pytest.raises(UserError, match="validation_documents or test_documents names 'persuasion'"):
         prepare(config(texts, validation_documents=("persuasion",)), BYTES, tmp_path / "store", 1)

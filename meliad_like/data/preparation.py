@@ -37,6 +37,7 @@ from meliad_like.data.token_store import (
     Totals,
     absolute_folder,
     files_fingerprint,
+    repeated_name,
     short,
     token_dtype,
     write_info,
@@ -296,7 +297,15 @@ def _write(
 
 
 def _check_store(folder: Path, config: SourceConfig, source: Source, written: Written, for_training: bool) -> None:
-    """Raises a UserError if documents are missing that the config names, or documents for training."""
+    """Raises a UserError if two documents of a split have one name, or if documents are missing: those that the config
+    names, or documents for training."""
+    for split in SPLITS:
+        if (repeated := repeated_name(folder / split)) is not None:
+            name, first, second = repeated
+            raise UserError(
+                f"documents {first} and {second} of {split} are both named {name!r}, and a name must be unique in its "
+                "split: rename one of them, or name another field in RecordsSourceConfig.name_field ('': numbers)"
+            )
     left_out = f"{len(written.skipped)} were left out"
     if config.listed:
         names = [(folder / split / NAMES_NAME).read_bytes() for split in ("validation", "test")]

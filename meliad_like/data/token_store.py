@@ -333,6 +333,26 @@ class SplitWriter:
         return Totals(columns.shape[1], *sums, checksum=_checksum(self._folder))
 
 
+def repeated_name(folder: Path) -> tuple[str, int, int] | None:
+    """A name that two documents of a split have, with their numbers in it, from 1; None if all names differ."""
+    ends = np.load(folder / DOCUMENTS_NAME)[3].tolist()
+    with (folder / NAMES_NAME).open("rb") as file:
+
+        def name(document: int) -> bytes:
+            begin = ends[document - 1] if document else 0
+            file.seek(begin)
+            return file.read(ends[document] - begin)
+
+        # A collection may have more names than fit into memory.
+        hashes = np.fromiter((hash(name(document)) for document in range(len(ends))), np.int64, len(ends))
+        order = np.argsort(hashes, kind="stable")
+        for place in np.flatnonzero(np.diff(hashes[order]) == 0).tolist():
+            first, second = order[place : place + 2].tolist()
+            if name(first) == name(second):
+                return name(first)[:-1].decode(errors="surrogatepass"), first + 1, second + 1
+    return None
+
+
 def token_dtype(vocabulary_size: int) -> str:
     """The smallest type on disk that can represent every id."""
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
