@@ -15,7 +15,7 @@ from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string(
-    "topology", None, "TPUs by chips (v4:2x2x4, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
+    "topology", None, "TPUs (v4:2x2x4 or v4-32, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
 )
 VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")

@@ -15,7 +15,7 @@ from meliad_like.models.model import Model
 from meliad_like.planning.gpus import GPUS
 from meliad_like.planning.programs import Need, needs, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
-from meliad_like.planning.topology import GIB, Chip, Topology, open_topology
+from meliad_like.planning.topology import GIB, Chip, Topology, by_chips, open_topology
 from meliad_like.training.program import make_program
 
 
@@ -149,7 +149,7 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
     assert need_of(1).limited_by == "arithmetic"
 
 
-@pytest.mark.parametrize("name", ["v4", "v4:2x"])
+@pytest.mark.parametrize("name", ["v4", "v4:2x", "v7-32"])
 def test_mistaken_topologies(name):
     with pytest.raises(UserError, match=f"--topology={name} must be a kind and a shape"):
         open_topology(name)
@@ -185,6 +185,28 @@ def test_slices_smaller_than_a_host_are_named_to_the_compiler(monkeypatch, name,
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", get_topology_desc)
     assert open_topology(name).name == said["topology_name"] == name
     assert said.get("chips_per_host_bounds") == bounds
+
+
+@pytest.mark.parametrize(
+    ("name", "chips"),
+    [
+        ("v4-8", "v4:2x2x1"),
+        ("v4-16", "v4:2x2x2"),
+        ("v4-32", "v4:2x2x4"),
+        ("v4-64", "v4:2x4x4"),
+        ("v4-256", "v4:4x4x8"),
+        ("v5p-128", "v5p:4x4x4"),
+        ("v5litepod-1", "v5e:1x1"),
+        ("v5litepod-8", "v5e:2x4"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("v5e-16", "v5e:4x4"),
+        ("v6e-32", "v6e:4x8"),
+        ("v6e-256", "v6e:16x16"),
+        ("v4:2x2x4", "v4:2x2x4"),
+    ],
+)
+def test_slices_with_the_names_of_the_launch_scripts(name, chips):
+    assert by_chips(name) == chips
 
 
 def test_without_the_compiler_it_is_named(monkeypatch):

@@ -51,13 +51,18 @@ class Topology(NamedTuple):
 
 def open_topology(name: str) -> Topology:
     """The devices of a TPU slice, as its compiler names it by its chips (`v4:2x2x4`); GPUs (`h100:8`, or of two hosts
-    `h100:2x8`); or `cpu:8`, before jax starts.
+    `h100:2x8`); or `cpu:8`, before jax starts. A slice may also have the name by which Google Cloud hands it out
+    (`v4-32`, `v5litepod-16`).
 
     Raises UserError if there are no such devices, or no compiler for them.
     """
+    name = by_chips(name)
     kind, _, shape = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise UserError(f"--topology={name} must be a kind and a shape, such as v4:2x2x4, h100:8 or cpu:8")
+        raise UserError(
+            f"--topology={name} must be a kind and a shape, such as v4:2x2x4, h100:8 or cpu:8, or a type of slice, "
+            "such as v4-32 or v5litepod-16"
+        )
     if kind == "cpu":
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Topology(name, jax.devices("cpu"), "cpu")
@@ -67,6 +72,25 @@ def open_topology(name: str) -> Topology:
         raise UserError(f"the compiler knows no topology {name}: {str(error).splitlines()[0]}") from None
     kind = devices[0].device_kind
     return Topology(name, devices, kind, CHIPS.get(kind))
+
+
+def by_chips(name: str) -> str:
+    """The name by chips of a TPU slice with a name of Google Cloud's: `v5litepod-16` is `v5e:4x4`. Other names stay.
+
+    The numbers of v4 and v5p count cores, two in each chip. The slices of these generations are boxes, those of v5e and
+    v6e rectangles, with sides as equal as powers of two can be.
+    """
+    match = re.fullmatch(r"(v4|v5p|v5litepod|v5e|v6e)-(\d+)", name)
+    if match is None:
+        return name
+    generation, number = match[1].replace("litepod", "e"), int(match[2])
+    dimensions, chips = (3, number // 2) if generation in ("v4", "v5p") else (2, number)
+    exponent = chips.bit_length() - 1
+    if chips != 2**exponent:
+        raise UserError(f"--topology={name} is not a power of two: name the slice by its chips, such as v4:4x4x12")
+    sides = sorted(2 ** ((exponent + i) // dimensions) for i in range(dimensions))
+    # A host of v4 has 2x2x1 chips.
+    return f"{generation}:{'x'.join(map(str, [*filter(lambda side: side > 1, sides), *[1] * sides.count(1)]))}"
 
 
 def _slice(name: str, generation: str, shape: str) -> Sequence[Any]:
