@@ -14,8 +14,11 @@ from meliad_like.tables import Table
 from meliad_like.training.hardware import DATASHEET_FLOPS
 from meliad_like.training.program import make_program
 
-EXAMPLES = {"TPU v4": "TPU v4", "TPU v6e": "TPU v6e", "H100": "NVIDIA H100 80GB HBM3"}
-"""Devices for which the time of a training is computed, by their names in the table."""
+EXAMPLES = {"TPU v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "H100": "NVIDIA H100 80GB HBM3"}
+"""Devices for which the time of a training is estimated, by their names in the table."""
+SHARE_OF_PEAK = 0.4
+"""The share of a device's peak that training is assumed to reach: that of Slide:13L on an H200, the only one that was
+measured (docs/performance.md). Models with recurrences reach less."""
 
 
 class Description(NamedTuple):
@@ -47,7 +50,10 @@ class Description(NamedTuple):
             ("operations of all steps", f"{self.total_flops:.4g}"),
         ]
         rows += [
-            (f"days of one {name} at its peak in bfloat16", f"{self.total_flops / DATASHEET_FLOPS[kind] / 86_400:,.3g}")
+            (
+                f"days of one {name} at {SHARE_OF_PEAK:.0%} of its peak",
+                f"{self.total_flops / (SHARE_OF_PEAK * DATASHEET_FLOPS[kind]) / 86_400:,.3g}",
+            )
             for name, kind in EXAMPLES.items()
         ]
         return Table("what the run needs", ("", ""), rows)
