@@ -24,7 +24,7 @@ can_make_environments() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
 # Prints the first usable interpreter; the best tested versions come first.
 find_python() {
-    local candidate without_venv="" candidates=(python3.11 python3.12 python3.13 python3 python)
+    local candidate without_venv="" candidates=(python3.11 python3.12 python3.13 python3.14 python3 python)
     [[ -z "${PYTHON:-}" ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         is_new_enough "$candidate" || continue

@@ -51,7 +51,7 @@ class Checkout:
         programs.mkdir()
         for name in ("requirements.txt", "setup.py", "launch/environment.sh"):
             (self.root / name).write_text((ROOT / name).read_text())
-        for name in ("python3.11", "python3.12", "python3.13", "python3", "python"):
+        for name in ("python3.11", "python3.12", "python3.13", "python3.14", "python3", "python"):
             (programs / name).write_text(FAKE_PYTHON)
             (programs / name).chmod(0o755)
         self.environment = {"PATH": f"{programs}:/usr/bin:/bin", "LOG": str(self.log)}
@@ -146,6 +146,14 @@ def test_environment_whose_python_is_gone_is_made_again(checkout):
     (checkout.root / ".venv/bin/python").unlink()
     checkout.set_up()
     assert checkout.installs() == ["make", "install .[base]"] * 2
+
+
+def test_the_newest_python_alone_is_enough(checkout):
+    for path in Path(checkout.environment["PATH"].partition(":")[0]).iterdir():
+        if path.name != "python3.14":
+            path.write_text("#!/bin/sh\nexit 1\n")
+    assert checkout.set_up().returncode == 0
+    assert checkout.installs() == ["make", "install .[base]"]
 
 
 @pytest.mark.parametrize(
