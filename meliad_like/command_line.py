@@ -169,7 +169,8 @@ class Command:
         try:
             words = self.flags(argv)
         except flags.Error as error:
-            sys.exit(_fail(error))
+            missing = re.match(r"flag --(\w+)=None: ", str(error))
+            sys.exit(_fail(f"--{missing[1]} is required: {self.flags[missing[1]].help}" if missing else error))
         # absl asks for this of every program; orbax and grain read flags of theirs.
         flags.FLAGS.mark_as_parsed()
         # jax logs every accelerator that it does not find; --verbosity=0 shows that, and warnings always show. Set here

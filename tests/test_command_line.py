@@ -81,6 +81,9 @@ def test_help_says_what_is_required_what_the_default_is_and_what_a_flag_is_for()
 def test_one_command_runs_all():
     listed = forked.run("-m", "meliad_like", "--help")
     assert listed.returncode == 0 and all(f"  {name} " in listed.stdout for name in COMMANDS)
+    result = forked.run("-m", "meliad_like", "train")
+    assert result.returncode == 2
+    assert result.stderr == "error: --workdir is required: Folder of the run: config, checkpoints, metrics.\n"
     result = forked.run("-m", "meliad_like", "plot", "--workdir=/no/such/run", "--gin_file=x")
     reason = "the figures are those of the run"
     assert (result.returncode, result.stderr) == (2, f"error: --gin_file has no effect here: {reason}\n")

@@ -1,5 +1,6 @@
 """The library: scores equal the evaluation's, states are kept and branched, folders of several kinds are opened."""
 
+import io
 import itertools
 import re
 import subprocess
@@ -226,6 +227,18 @@ def test_mistakes_are_named(states, tmp_path):
         states.score([1, 257])
     with pytest.raises(UserError, match="text 1 of the batch: token -1 is not in the vocabulary of 257"):
         states.read_batch([[1, 2], [3, -1]])
+    for text, message in (
+        (io.StringIO("a"), "not StringIO: pass what it reads, file.read"),
+        (b"a", "not bytes: decode it, text.decode"),
+        (["a"], "a text is a str, or its tokens as a sequence of whole numbers, and not list"),
+        ([0.5], "and not list"),
+        (None, "and not NoneType"),
+        ([[1, 2]], "and not list"),
+    ):
+        with pytest.raises(UserError, match=message):
+            states.read(text)
+    with pytest.raises(UserError, match="no folder openai-community/gpt2: .* hf download openai-community/gpt2 --"):
+        meliad_like.load("openai-community/gpt2")
     with pytest.raises(UserError, match="the prompt is empty"):
         states.generate("")
     with pytest.raises(UserError, match="prompt 1 of the batch is empty"):

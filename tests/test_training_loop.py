@@ -297,7 +297,7 @@ def test_evaluation_of_long_documents_reads_a_beginning(bindings, setup, tmp_pat
     limit = int(setup.store.split("validation").lengths.min()) - 1
     evaluations = ("TrainingConfig.evaluate_every = 1", f"TrainingConfig.evaluate_max_tokens = {limit}")
     assert train(parse(bindings, "TrainingConfig.num_steps = 1", *evaluations), tmp_path) == 0
-    assert f"on validation: 1 documents, {limit} bytes, the beginning of 0\n" in capsys.readouterr().out
+    assert f"on validation: the first {limit} bytes of 0\n" in capsys.readouterr().out
     (row,) = read_metrics(tmp_path, "validation")
     assert row["perplexity"] > 1
 

@@ -111,6 +111,11 @@ class TokenStore:
         Raises:
           UserError: there is no store, it was written by another version, or a file is damaged.
         """
+        if not str(folder):
+            raise UserError(
+                "no token store is named: add the documents of a task, such as --gin_file=task/standard_library.gin, "
+                "or bind ReaderConfig.store"
+            )
         self.folder = any_path(folder)
         self.info = read_info(self.folder)
         self._opened: dict[epath.Path, tuple[int, int]] = {}

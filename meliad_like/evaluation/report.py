@@ -120,8 +120,12 @@ def title(evaluation: Evaluation) -> str:
     shown, whole = evaluation.num_documents, evaluation.documents_in_split
     documents = f"{shown:,} documents" if shown == whole else f"a subset, {shown:,} of {whole:,} documents"
     split = label(evaluation.split, evaluation.leaks_the_future)
-    size = f"{evaluation.num_bytes:,} bytes" if evaluation.num_bytes else f"{evaluation.num_tokens:,} tokens"
-    return f"{split}: {documents}, {size}"
+    return f"{split}: {documents}, {size(evaluation)}"
+
+
+def size(evaluation: Evaluation) -> str:
+    """The number of the evaluated bytes, or of tokens if bytes are not counted."""
+    return f"{evaluation.num_bytes:,} bytes" if evaluation.num_bytes else f"{evaluation.num_tokens:,} tokens"
 
 
 def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Result]) -> Result:

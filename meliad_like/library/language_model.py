@@ -26,7 +26,7 @@ from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
 from meliad_like.run.opening import OpenedCheckpoint, open_model
-from meliad_like.run.text import EncodedText, carry_identity, encode_text
+from meliad_like.run.text import EncodedText, carry_identity, check_text, encode_text
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
@@ -265,6 +265,8 @@ class LanguageModel:
             states = [states or self.begin()] * len(texts)
         if len(states) != len(texts):
             raise UserError(f"{len(states)} states for {len(texts)} texts: give one for each text, or one for all")
+        for text in texts:
+            check_text(text)
         check_tokens([np.asarray([] if isinstance(x, str) else x, int) for x in texts], self.vocabulary.size)
         encoded = [
             encode_text(self.vocabulary, text, state.num_tokens > 0, state.unfinished)

@@ -66,10 +66,10 @@ def evaluation_hook(setup: StageSetup, writer: MetricsWriter, best: epath.Path) 
         evaluator, reads_a_beginning = make()
         result = evaluator(state.params)
         figures = {name: getattr(result, name) for name in LOGGED}
-        writer.write(step, figures, kind=label(training.evaluate_split, result.leaks_the_future))
-        beginning = f", the beginning of {result.documents[0].name}" if reads_a_beginning else ""
-        bits = bits_shown(result.bits_per_token, result.bits_per_byte)
-        writer.say(f"step {step}: {bits} on {report.title(result)}{beginning}")
+        writer.write(step, figures, kind=(kind := label(training.evaluate_split, result.leaks_the_future)))
+        name = result.documents[0].name
+        shown = f"{kind}: the first {report.size(result)} of {name}" if reads_a_beginning else report.title(result)
+        writer.say(f"step {step}: {bits_shown(result.bits_per_token, result.bits_per_byte)} on {shown}")
         if training.keep_best:
             if jax.process_index() == 0:
                 save_vocabulary(setup.store.vocabulary, best)

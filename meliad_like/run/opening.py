@@ -1,6 +1,7 @@
 """Checkpoint folders: what is saved with the arrays, and how the folder alone becomes a model that runs."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -136,6 +137,11 @@ def open_model(folder: epath.PathLike, *, step: int | None = None, changes: Chan
                     raise UserError(f"step={step}: {folder} is not a training, and has only one state")
                 with local_files(folder) as place:
                     return other.open(place, changes)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
+        raise UserError(
+            f"there is no folder {folder}: if this is a model of huggingface.co, download it first, with hf download "
+            f"{folder} --local-dir DIR, and name DIR"
+        )
     return open_checkpoint(folder, step=step, changes=changes)
 
 
@@ -155,7 +161,9 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint, and
     one of other documents is refused.
     """
-    place = any_path(store or opened.run.data.store)
+    if not (named := store or opened.run.data.store):
+        raise UserError(f"the config of {folder} names no token store: give --store=DIR")
+    place = any_path(named)
     if not (place / STORE_NAME).exists():
         if not prepare:
             documents = f"the {SOURCES.name_of(opened.run.source)} documents that the checkpoint's config names"
