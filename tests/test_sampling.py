@@ -54,6 +54,12 @@ def test_ties_do_not_widen_top_k():
     assert set(np.asarray(tokens).tolist()) == {0, 1}
 
 
+def test_tokens_that_reach_top_p_exactly_are_enough():
+    """Two of four equally likely tokens have half of the probability, without rounding."""
+    tokens = sample(jnp.zeros((200, 4)), jax.random.split(jax.random.key(0), 200), SamplingConfig(top_p=0.5))
+    assert set(np.asarray(tokens).tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize("config", [{"top_k": 7}, {"top_p": 0.3}, {"top_p": 0.9}, {"top_k": 90, "top_p": 0.6}, {}])
 def test_frequencies_are_those_of_a_sort(config):
     generator = np.random.default_rng(0)
