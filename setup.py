@@ -35,7 +35,6 @@ setup(
         "meliad_like.conversion": ["*.csv", "*.toml"],
         "meliad_like.experiments.tables": ["*.csv", "*.gin"],
         "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
-        "meliad_like.history": ["templates/*.html"],
     },
     install_requires=REQUIREMENTS,
     entry_points={

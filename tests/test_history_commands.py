@@ -1,4 +1,4 @@
-"""The commands of ancient history on a tiny model: scores that resume after a stop, evaluations, a search."""
+"""The commands of ancient history on a tiny model: scores that resume after a stop, and evaluations."""
 
 import json
 
@@ -204,26 +204,6 @@ def test_a_part_of_the_documents_is_selected_for_as_all_of_them_are(place, tmp_p
         document = store.info.documents.index("2")
         found.append([numbers for s, numbers in zip(store.strides, store.numbers) if s.document == document])
     assert len(found[0]) > 1 and found[0] == found[1]
-
-
-def test_search(place, tmp_path, capsys):
-    asked = request(place, split="train", max_tokens=70)
-    commands.search(asked, tmp_path, (6, 12), (4, 6))
-    found = json.loads((tmp_path / "search.json").read_text())
-    assert found[0]["why_not"] == "history_length=6 must be a multiple of span_length=4"
-    best = min(found[1:], key=lambda row: row["score_oracle"]["perplexity"])
-    text = (tmp_path / "search.md").read_text()
-    assert f"| {best['history_length']} / {best['span_length']} * |" in text
-    assert text.count("*") == 2  # the title says what it means
-    assert "| 6 / 4 | - | - | - | - |" in text
-    # The controls stand next to it, and what leaks the future says so.
-    assert "| baseline | random | overlap_oracle (leaks the future) | score_oracle (leaks the future) |" in text
-    assert " | ".join(f"{found[1][name]['perplexity']:.4f}" for name in ("baseline", "random")) in text
-    assert {name: row["leaks_the_future"] for name, row in found[1].items() if isinstance(row, dict)} == {
-        "baseline": False, "random": False, "overlap_oracle": True, "score_oracle": True,
-    }  # fmt: skip
-    with pytest.raises(UserError, match="none of these lengths fits: history_length=6 must be"):
-        commands.search(asked, tmp_path, (6,), (4,))
 
 
 def run(*arguments):

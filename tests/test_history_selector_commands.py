@@ -1,13 +1,11 @@
-"""From scores to a trained selector, its evaluation on other documents, and the page of its choices."""
+"""From scores to a trained selector, and its evaluation on other documents."""
 
 import json
 
 import forked
 import jax
-import numpy as np
 import pytest
 from history_runs import BINDINGS, make_place
-from study_runs import Page, assert_safe
 
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
@@ -77,62 +75,6 @@ def test_it_is_evaluated_beside_the_others(place, tmp_path):
     assert "| light_selector_released_code (leaks the future) |" in (tmp_path / "evaluation.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def page(place, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    request = asked(place, split="test", documents=("one", "three"))
-    commands.page(request, folder, [], [str(place / "light")])
-    return folder
-
-
-def test_the_page_is_safe_and_whole(page):
-    found = Page(page)
-    assert_safe(found)
-    for words in (
-        "Ancient history selected by light_selector_released_code (leaks the future)",
-        "This selection leaks the future",
-        "<b>&<b>&",
-        "goblins",
-        "Gain by stride",
-    ):
-        assert words in found.text, words
-    strides = sum(len(document["strides"]) for document in summary(page)["documents"])
-    assert found.tags.count("details") == strides
-
-
-def test_the_page_s_numbers_are_the_evaluation_s(place, page, tmp_path):
-    commands.evaluate(asked(place, split="test", documents=("one", "three")), tmp_path, [], [str(place / "light")])
-    found = json.loads((tmp_path / "evaluation.json").read_text())["selections"]
-    nats = {row["name"]: row["nats"] for row in found}
-    for i, document in enumerate(summary(page)["documents"]):
-        bits = [nats[name][i] / np.log(2) for name in ("baseline", "light_selector_released_code")]
-        assert [document["plain_bits"], document["selected_bits"]] == pytest.approx(bits, rel=1e-5)
-        gain = sum(stride["gain_bits"] for stride in document["strides"])
-        assert gain == pytest.approx(bits[0] - bits[1], abs=1e-3)
-
-
-def test_true_gains_are_those_of_the_scores(place, tmp_path):
-    commands.page(asked(place), tmp_path, ["score_oracle"])
-    scores = StrideStore(place / "scores")
-    numbers = {(s.document, s.number): of_stride for s, of_stride in zip(scores.strides, scores.numbers, strict=True)}
-    compared = 0
-    for i, document in enumerate(summary(tmp_path)["documents"]):
-        assert document["name"] == scores.info.documents[i]
-        for stride in document["strides"]:
-            # What the oracle gave is what a span is worth, and the best come last.
-            assert stride["gains_nats"] == pytest.approx(stride["predicted"], abs=1e-4)
-            assert stride["predicted"] == sorted(stride["predicted"])
-            if stride["end"] - stride["first"] == 16:
-                best = np.sort(numbers[i, stride["first"] // 16])[-2:]
-                assert stride["predicted"] == pytest.approx(best.tolist(), abs=1e-4)
-                compared += 1
-    assert compared > 10
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
 def test_what_can_not_be_trained_on_is_named(place, tmp_path):
     with pytest.raises(UserError, match="scores or selections are missing at .*none"):
         commands.train_selector(asked(place), tmp_path / "a", str(tmp_path / "none"))
@@ -168,10 +110,10 @@ def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["page"], "page takes one --selection or one --selector, not 0"),
+        (["select"], "select takes one --selection or one --selector, not 0"),
         (["train_selector"], "train_selector needs scores to learn from: give the folder that score made"),
         (["train_selector", "--split=test"], "--split has no effect on train_selector: it is for score"),
-        (["score", "--selector=x"], "--selector has no effect on score: it is for evaluate and select and page"),
+        (["score", "--selector=x"], "--selector has no effect on score: it is for evaluate and select"),
     ],
 )
 def test_the_command_line_is_checked(arguments, message):

@@ -2,29 +2,25 @@
 
     meliad_like history score --checkpoint=DIR --store=DIR --split=train --output=DIR
     meliad_like history evaluate --checkpoint=DIR --store=DIR --selection=score_oracle --output=DIR
-    meliad_like history search --checkpoint=DIR --store=DIR --split=train --document_tokens=4096 --output=DIR
     meliad_like history select --checkpoint=DIR --store=DIR --split=train --selection=random --output=DIR
     meliad_like history train_selector --checkpoint=DIR --store=DIR --scores=DIR --output=DIR
-    meliad_like history page --checkpoint=DIR --store=DIR --document=NAME --selector=DIR --output=DIR
 
 HistoryConfig describes spans and windows: --gin_file=ancient_history/released_code.gin, or
 --gin_param=HistoryConfig.stride=128. The same command resumes what was interrupted.
 """
 
 from pathlib import Path
-from typing import Any
 
 from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
-COMMANDS = ("score", "evaluate", "search", "select", "train_selector", "page")
+COMMANDS = ("score", "evaluate", "select", "train_selector")
 SELECTIONS = ("random", "recent", "prefix_overlap", "overlap_oracle", "score_oracle")
 
-SELECTING = ("evaluate", "select", "page")
-READING = ("score", "search", *SELECTING)
+SELECTING = ("evaluate", "select")
+READING = ("score", *SELECTING)
 USED_BY = {
     "scores": ("train_selector",),
-    **dict.fromkeys(("history_lengths", "span_lengths"), ("search",)),
     **dict.fromkeys(("selection", "selector"), SELECTING),
     **dict.fromkeys(("split", "document", "document_tokens", "max_tokens", "batch_size"), READING),
 }
@@ -35,7 +31,7 @@ COMMAND = Command(__doc__, subjects=COMMANDS, used_by=USED_BY)
 COMMAND.string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
 COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
 COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
-COMMAND.string("split", None, "Split that is read. Default: train for score and search, otherwise test.")
+COMMAND.string("split", None, "Split that is read. Default: train for score, otherwise test.")
 OUTPUT = COMMAND.string("output", None, "Folder of the results; made if needed.", required=True)
 DOCUMENT = COMMAND.multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
 COMMAND.integer(
@@ -52,21 +48,15 @@ SELECTOR = COMMAND.multi_string(
     "selector", [], "Folder that train_selector made, in addition to or instead of --selection. Repeatable."
 )
 SCORES = COMMAND.string("scores", None, "Folder that score made.")
-HISTORY_LENGTHS = COMMAND.list("history_lengths", ["128", "256", "512", "768"], "The values of history_length.")
-SPAN_LENGTHS = COMMAND.list("span_lengths", ["8", "16", "32", "64", "128"], "The values of span_length.")
 
 
 def main(command: str) -> int | None:
     selections = SELECTION.value, SELECTOR.value
-    if command in ("select", "page") and (count := sum(map(len, selections))) != 1:
-        raise UserError(f"{command} takes one --selection or one --selector, not {count}")
+    if command == "select" and (count := sum(map(len, selections))) != 1:
+        raise UserError(f"select takes one --selection or one --selector, not {count}")
     if command == "train_selector" and not SCORES.value:
         raise UserError("train_selector needs scores to learn from: give the folder that score made, --scores=DIR")
-    arguments = {
-        **dict.fromkeys(SELECTING, selections),
-        "search": (_numbers(HISTORY_LENGTHS), _numbers(SPAN_LENGTHS)),
-        "train_selector": (SCORES.value,),
-    }
+    arguments = {**dict.fromkeys(SELECTING, selections), "train_selector": (SCORES.value,)}
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.config import read_changes
     from meliad_like.history import commands
@@ -74,15 +64,9 @@ def main(command: str) -> int | None:
 
     values = {name: COMMAND.flags[name].value for name in HistoryRequest._fields if name in COMMAND.flags}
     values["changes"] = read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value)
-    values["split"] = values["split"] or ("train" if command in ("score", "search") else "test")
+    values["split"] = values["split"] or ("train" if command == "score" else "test")
     request = HistoryRequest(**values, documents=tuple(DOCUMENT.value))
     return getattr(commands, command)(request, Path(OUTPUT.value).expanduser(), *arguments.get(command, ()))
-
-
-def _numbers(flag: Any) -> list[int]:
-    if not flag.value or not all(value.isdecimal() for value in flag.value):
-        raise UserError(f"--{flag.name}={','.join(flag.value or [])} must be numbers, such as 256,512")
-    return list(map(int, flag.value))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The commands of ancient history: scores, selections, evaluations, selectors, pages."""
+"""The commands of ancient history: scores, selections, evaluations and selectors."""
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,9 @@ from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.history import evaluation as report
-from meliad_like.history.config import HistoryConfig
-from meliad_like.history.evaluation import BASELINE, VERSION
+from meliad_like.history.evaluation import VERSION
 from meliad_like.history.gains import Candidates
 from meliad_like.history.opening import HistoryRequest, Opened
-from meliad_like.history.page import write_history_page
 from meliad_like.history.selection import RANKINGS, Ranking, SpanScorer, choose
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
@@ -97,18 +94,11 @@ def evaluate(
 ) -> None:
     """Evaluates the baseline, the controls and the given selections, and writes evaluation.json and evaluation.md.
 
-    The folder also gets the journal of the finished documents; `replace`: as for `Journal`.
+    The folder also gets the journal of the finished documents, from which an interrupted evaluation resumes; `replace`:
+    as for `Journal`.
     """
-    content = _evaluate(request.open(), folder, names, selectors, replace)
-    _write(folder / "evaluation", report.tables(content), content)
-
-
-def _evaluate(
-    opened: Opened, folder: Path, names: Collection[str], selectors: Sequence[str] = (), replace: bool = False
-) -> dict[str, Any]:
-    """Evaluates, or resumes an evaluation whose finished documents are in the folder; returns the figures for JSON."""
-    request, documents = opened.request, opened.documents
-    selections = scorers(opened, {*CONTROLS, *names}, selectors)
+    opened = request.open()
+    documents, selections = opened.documents, scorers(opened, {*CONTROLS, *names}, selectors)
     identity = {
         "version": VERSION,
         "model": opened.fingerprint,
@@ -120,7 +110,7 @@ def _evaluate(
     journal = Journal(folder / "documents.jsonl", identity, replace=replace)
     work = partial(report.evaluate, opened.windows, documents, selections, opened.layout, journal)
     evaluation = with_progress(f"{request.split} in {folder.name}", work)
-    return {
+    content = {
         "checkpoint": request.checkpoint,
         "step": opened.checkpoint.step,
         "split": request.split,
@@ -129,54 +119,12 @@ def _evaluate(
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         **report.to_dict(evaluation),
     }
-
-
-def _write(path: Path, tables: Sequence[Table], content: Any) -> None:
-    """Prints tables, and writes them as Markdown and the content as JSON."""
+    tables = report.tables(content)
     for table in tables:
         Console().print(table.to_rich())
-    write_json(path.with_suffix(".json"), content)
-    path.with_suffix(".md").write_text("\n".join(table.to_markdown() for table in tables))
-    print(f"wrote {path}.md and .json")
-
-
-def search(request: HistoryRequest, folder: Path, history_lengths: Sequence[int], span_lengths: Sequence[int]) -> None:
-    """Evaluates the score oracle and the controls at all pairs of lengths that fit together (section 3).
-
-    The folder gets search.json, search.md, and what is finished of each pair. The paper searches on training documents.
-    """
-    opened = request.open()
-    rows: list[dict[str, Any]] = []
-    for history, span in itertools.product(history_lengths, span_lengths):
-        rows.append({"history_length": history, "span_length": span})
-        try:
-            config = dataclasses.replace(opened.layout.config, **rows[-1])
-        except UserError as error:
-            rows[-1]["why_not"] = str(error)
-            continue
-        changed = dataclasses.replace(opened, layout=dataclasses.replace(opened.layout, config=config))
-        evaluation = _evaluate(changed, folder / f"history{history}_span{span}", [report.ORACLE])
-        columns = ("perplexity", "perplexity_low", "perplexity_high", "leaks_the_future")
-        rows[-1] |= {each["name"]: {name: each[name] for name in columns} for each in evaluation["selections"]}
-    if all("why_not" in row for row in rows):
-        raise UserError(f"none of these lengths fits: {rows[0]['why_not']}")
-    _write(folder / "search", [search_table(rows, opened.layout.config)], rows)
-
-
-def search_table(rows: Sequence[dict], config: HistoryConfig) -> Table:
-    """The perplexity of each selection at each pair of lengths."""
-    best = min((row for row in rows if "why_not" not in row), key=lambda row: row[report.ORACLE]["perplexity"])
-    columns = {
-        label(name, best[name]["leaks_the_future"]): [row.get(name, {}).get("perplexity") for row in rows]
-        for name in (BASELINE, *CONTROLS, report.ORACLE)
-    }
-    lengths = [f"{row['history_length']} / {row['span_length']}{' *' if row is best else ''}" for row in rows]
-    title = (
-        f"perplexity per token, window {config.window_length}, stride {config.stride}; *: the score oracle's best, "
-        f"-: does not fit{report.among(config.max_candidates)}"
-    )
-    frame = pd.DataFrame({"history_length / span_length": lengths, **columns})
-    return Table.of(frame, title, dict.fromkeys(columns, ".4f"))
+    write_json(folder / "evaluation.json", content)
+    (folder / "evaluation.md").write_text("\n".join(table.to_markdown() for table in tables))
+    print(f"wrote {folder / 'evaluation.md'} and .json")
 
 
 def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
@@ -225,11 +173,3 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
         },
         opened.mesh,
     ).run()
-
-
-def page(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:
-    """Writes the page of some documents."""
-    opened = request.open()
-    (scorer,) = scorers(opened, names, selectors)
-    write_history_page(folder, opened, scorer)
-    print(f"wrote {folder / 'index.html'}")
