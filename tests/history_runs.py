@@ -9,7 +9,6 @@ HISTORY = {
 }  # fmt: skip
 BINDINGS = [f"HistoryConfig.{name} = {value!r}" for name, value in HISTORY.items()] + [
     "SelectorConfig.head_width = 4",
-    "SelectorConfig.train_encoder = False",
     "SelectorTrainingConfig.num_steps = 6",
     "SelectorTrainingConfig.batch_size = 4",
     "SelectorTrainingConfig.validation_every = 2",

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.history.config import SELECTORS, HistoryConfig, SelectorTrainingConfig
+from meliad_like.history.config import HistoryConfig, SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.training import SelectorTraining
@@ -42,11 +42,11 @@ class MadeUp:
 
 
 @functools.cache
-def selector_of(kind="joint", history=HISTORY, **changes):
+def selector_of(history=HISTORY, **changes):
     """A selector, the parameters that its encoder begins with, and what it reads."""
-    config = SELECTORS[kind](head_width=6, **changes)
+    config = SelectorConfig(head_width=6, **changes)
     inputs = make_inputs(history, config, VOCABULARY)
-    encoder = encoder_config(config, DECODER, inputs.widths)
+    encoder = encoder_config(config, DECODER, inputs.text_length)
     params = jax.jit(Model(DECODER, VOCABULARY.size).init)(jax.random.key(1))
     return Selector(config, encoder, VOCABULARY.size), encoder_params(encoder, params), inputs
 
@@ -71,9 +71,9 @@ def devices(number=1):
     return make_mesh(MeshConfig(data=number), jax.devices()[:number])
 
 
-def train(folder, kind="joint", training=TRAINING, history=HISTORY, num_devices=1, **changes):
+def train(folder, training=TRAINING, history=HISTORY, num_devices=1, **changes):
     """Trains in the folder; returns the exit status."""
-    selector, encoder, inputs = selector_of(kind, history, **changes)
+    selector, encoder, inputs = selector_of(history, **changes)
     return SelectorTraining(
         selector, encoder, inputs, training, pairs_of(history), MadeUp(), VOCABULARY, folder, {"scores": "made up"},
         devices(num_devices),

@@ -43,7 +43,7 @@ def test_scales_are_configs(name):
     history = settings.history
     sizes = history.window_length, history.history_length, history.span_length, history.stride
     assert sizes == ((256, 128, 32, 64) if name == "tiny" else (1024, 512, 64, 256))
-    assert settings.selector.train_encoder is (name != "tiny")
+    assert settings.selector.encoder_layers == (4 if name == "tiny" else 0)
 
 
 def experiment(place, **changes):
@@ -63,24 +63,23 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     place = make_place(tmp_path)
     made, scale = experiment(place)
     monkeypatch.setattr(HistoryExperiment, "scale", scale)
-    # Of the two that read pairs of texts, the one that leaks.
-    all_but_one = [row for row in ROWS if row.name != "learned_selector"]
-    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: all_but_one)
+    monkeypatch.setattr(ancient_history, "rows_of", lambda scale, chosen: ROWS)
     assert made.make() == 0
     text = made.report()
     *tables, selectors = (table_rows(part) for part in text.split("\n\n") if part.startswith("|"))
     perplexities, compared, costs, papers = tables
     assert list(perplexities) == list(compared) == list(costs) == [
         "original: the most recent text", "random spans", "the most recent spans", "overlap with the prefix",
-        "overlap oracle (leaks the future)", "light selector",
+        "overlap oracle (leaks the future)", "learned selector",
         "learned selector as in the released code (leaks the future)", "score oracle (leaks the future)",
     ]  # fmt: skip
     assert papers["overlap oracle"]["WikiText-2, GPT2 small"] == "25.93"
     oracle = compared["score oracle (leaks the future)"]
     assert oracle["share of the score oracle's gain"].startswith("100% (100% to 100%)")
-    ratios = [float(costs[row]["selection / model"]) for row in ("random spans", "light selector", [*costs][-2])]
+    ratios = [float(costs[row]["selection / model"]) for row in ("random spans", "learned selector", [*costs][-2])]
     assert 0 == ratios[0] < ratios[1] < ratios[2]
-    assert selectors["light selector"]["steps"] == "6" and -1 <= float(selectors["light selector"]["correlation"]) <= 1
+    learned = selectors["learned selector"]
+    assert learned["steps"] == "6" and -1 <= float(learned["correlation"]) <= 1
     table = {row["row"]: row for row in csv.DictReader((place / "table" / "ancient_history.csv").open(newline=""))}
     saved = json.loads((place / "table" / "evaluation" / "evaluation.json").read_text())
     oracle = next(row for row in saved["selections"] if row["name"] == "score_oracle")
@@ -103,7 +102,7 @@ def test_the_table_is_made_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="scores/numbers.jsonl belongs to another config: StoreInfo.maker is"):
         rounded.make()
     faster = dataclasses.replace(made, gin_params=(*made.gin_params, "Adam.base_rate = 1.0"))
-    with pytest.raises(UserError, match="light_selector belongs to another config: training.Adam.base_rate is"):
+    with pytest.raises(UserError, match="learned_selector belongs to another config: training.Adam.base_rate is"):
         faster.make()
 
     # Rows of other documents replace the evaluated ones without a flag.

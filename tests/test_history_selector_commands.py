@@ -15,7 +15,7 @@ from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 
-LIGHT, LEAKING = "HistorySettings.selector = 'light'", "SelectorConfig.context = 'released_code'"
+LEAKING = "SelectorConfig.context = 'released_code'"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,10 +27,10 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A model, a token store, scores of the training documents, and a light selector that leaks the future."""
+    """A model, a token store, scores of the training documents, and a selector that leaks the future."""
     folder = make_place(tmp_path_factory.mktemp("history"))
     commands.score(asked(folder), folder / "scores")
-    assert commands.train_selector(asked(folder, LIGHT, LEAKING), folder / "light", str(folder / "scores")) == 0
+    assert commands.train_selector(asked(folder, LEAKING), folder / "selector", str(folder / "scores")) == 0
     return folder
 
 
@@ -45,34 +45,34 @@ def asked(place, *more, split="train", **changes):
 
 
 def test_what_a_selector_is_trained_on(place):
-    saved = json.loads((place / "light" / "selector.json").read_text())
+    saved = json.loads((place / "selector" / "selector.json").read_text())
     scores = StrideStore(place / "scores")
     assert saved["trained_on"]["num_pairs"] == len(scores.rows()) > 100
     assert saved["trained_on"]["scored_by"] == saved["trained_on"]["initialised_with"]
     assert saved["leaks_the_future"] is True
     info = json.loads((place / "scores" / "numbers.jsonl").read_text().splitlines()[0])
     expected = {name: value for name, value in info.items() if name.startswith("HistoryConfig.")}
-    expected["LightSelectorConfig.context"] = "released_code"
+    expected["SelectorConfig.context"] = "released_code"
     assert expected.items() <= saved["settings"].items()
 
 
 def test_training_of_what_leaks_says_so(place):
-    rows = [json.loads(line) for line in (place / "light" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "selector" / "metrics.jsonl").read_text().splitlines()]
     assert {row["kind"] for row in rows} == {"train (leaks the future)", "validation (leaks the future)"}
 
 
 def test_it_is_evaluated_beside_the_others(place, tmp_path):
     request = asked(place, split="test")
-    commands.evaluate(request, tmp_path, ["score_oracle"], [str(place / "light")])
+    commands.evaluate(request, tmp_path, ["score_oracle"], [str(place / "selector")])
     found = json.loads((tmp_path / "evaluation.json").read_text())
     rows = {row["name"]: row for row in found["selections"]}
     assert list(rows) == [
-        "baseline", "random", "overlap_oracle", "score_oracle", "light_selector_released_code",
+        "baseline", "random", "overlap_oracle", "score_oracle", "learned_selector_released_code",
     ]  # fmt: skip
-    light = rows["light_selector_released_code"]
-    assert light["leaks_the_future"] and light["selection_flops"] > 0
-    assert light["selection_flops"] < rows["score_oracle"]["selection_flops"] / 2
-    assert "| light_selector_released_code (leaks the future) |" in (tmp_path / "evaluation.md").read_text()
+    learned = rows["learned_selector_released_code"]
+    assert learned["leaks_the_future"] and learned["selection_flops"] > 0
+    assert learned["selection_flops"] < rows["score_oracle"]["selection_flops"]
+    assert "| learned_selector_released_code (leaks the future) |" in (tmp_path / "evaluation.md").read_text()
 
 
 def test_what_can_not_be_trained_on_is_named(place, tmp_path):
@@ -102,9 +102,9 @@ def test_scores_of_other_documents_are_another_training(place, tmp_path):
 def test_a_selector_of_another_vocabulary_is_an_error_that_names_both(place, tmp_path):
     other = make_place(tmp_path, size_multiple=64)
     with pytest.raises(
-        UserError, match=r"vocabulary of the selector .*light \(\w{12}\) is not that of .*store.* \(\w{12}\)"
+        UserError, match=r"vocabulary of the selector .*selector \(\w{12}\) is not that of .*store.* \(\w{12}\)"
     ):
-        commands.evaluate(asked(other, split="test"), tmp_path / "out", [], [str(place / "light")])
+        commands.evaluate(asked(other, split="test"), tmp_path / "out", [], [str(place / "selector")])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Training of selectors of ancient history: the examples, their order, and that an interrupted run resumes."""
 
 import dataclasses
-import errno
 import json
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,12 +12,11 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
-from meliad_like.history.config import JointSelectorConfig
+from meliad_like.history.config import SelectorConfig
 from meliad_like.history.selectors.inputs import (
     PairsReader,
     agreement,
     document_texts,
-    encode_places,
     held_out,
     make_inputs,
 )
@@ -27,8 +24,6 @@ from meliad_like.history.selectors.scorer import open_selector
 from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.optimization.optimizers import Adam
 from meliad_like.training.processes import EXIT_STATUS
-
-WAYS = [("joint", True), ("light", False)]
 
 
 def place(document, stride, end):
@@ -45,29 +40,27 @@ def test_what_is_read_at_a_place():
     # The stride's targets are the tokens from 32 to 40; the span has the separator in its last place.
     span = [*tokens[6:9], 10]
 
-    def read(part, places=places, **changes):
-        texts = document_texts(make_inputs(HISTORY, JointSelectorConfig(**changes), VOCABULARY), MadeUp())(part, places)
+    def read(places=places, **changes):
+        texts = document_texts(make_inputs(HISTORY, SelectorConfig(**changes), VOCABULARY), MadeUp())(places)
         return texts.tokens[0].tolist(), texts.length.tolist()
 
-    assert read("span") == (span, [4])
-    assert read("context") == (tokens[24:32].tolist(), [8])
-    assert read("pair") == ([*span, *tokens[24:32]], [12])
-    assert read("pair", context_tokens=2) == ([*span, *tokens[30:32]], [6])
+    assert read() == ([*span, *tokens[24:32]], [12])
+    assert read(context_tokens=2) == ([*span, *tokens[30:32]], [6])
     # Before the document's beginning there is nothing.
-    assert read("context", context_tokens=40) == ([*tokens[:32], *[0] * 8], [32])
-    assert read("pair", context="released_code") == ([*span, *tokens[24:40]], [20])
+    assert read(context_tokens=40) == ([*span, *tokens[:32], *[0] * 8], [36])
+    assert read(context="released_code") == ([*span, *tokens[24:40]], [20])
     # The last stride predicts the tokens from 72 to 75, and the authors' code reads 16 tokens up to its end as well.
-    assert read("context", last) == (tokens[64:72].tolist(), [8])
-    assert read("context", last, context="released_code") == (tokens[59:75].tolist(), [16])
+    assert read(last) == ([*span, *tokens[64:72]], [12])
+    assert read(last, context="released_code") == ([*span, *tokens[59:75]], [20])
 
 
 def test_nothing_to_read_is_named():
     full = dataclasses.replace(HISTORY, stride=16)
     with pytest.raises(UserError, match="history_length=8 and stride=16 leave no prefix in window_length=24"):
-        make_inputs(full, JointSelectorConfig(), VOCABULARY)
-    assert make_inputs(full, JointSelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
+        make_inputs(full, SelectorConfig(), VOCABULARY)
+    assert make_inputs(full, SelectorConfig(context_tokens=5), VOCABULARY).context_length == 5
     with pytest.raises(UserError, match="context_tokens=5 has no effect on SelectorConfig.context='released_code'"):
-        JointSelectorConfig(context="released_code", context_tokens=5)
+        SelectorConfig(context="released_code", context_tokens=5)
 
 
 def test_a_place_costs_the_same_wherever_it_is():
@@ -79,39 +72,9 @@ def test_a_place_costs_the_same_wherever_it_is():
         def tokens(self, document, start, stop):
             return np.broadcast_to(np.int32(97), stop - start)
 
-    texts = document_texts(make_inputs(HISTORY, JointSelectorConfig(), VOCABULARY), Endless())
+    texts = document_texts(make_inputs(HISTORY, SelectorConfig(), VOCABULARY), Endless())
     far = place(0, 10**11, 10)
-    assert texts("context", far).tokens.tolist() == [[97] * 8]
-
-
-def test_encoding_resumes_after_a_full_disk(tmp_path, monkeypatch):
-    selector, encoder, inputs = selector_of("light", train_encoder=False)
-    places, texts = pairs_of(), document_texts(inputs, MadeUp())
-    told: list[int] = []
-
-    def encode(folder):
-        told.clear()
-        return encode_places(selector, encoder, places, texts, folder, 8, lambda done, total: told.append(done))
-
-    whole = encode(tmp_path / "whole")
-    opened = Path.open
-
-    def open_or_fail(path, mode="r", *arguments, **options):
-        file = opened(path, mode, *arguments, **options)
-        if "w" in mode and "span.done" in path.name and len(told) == 3:
-            # What the system has done until then is done.
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return file
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_or_fail)
-        with pytest.raises(OSError, match="No space left"):
-            encode(tmp_path / "part")
-    part = encode(tmp_path / "part")
-    assert told[0] == 16
-    for name, (values, index) in whole.items():
-        np.testing.assert_array_equal(part[name][0], values)
-        np.testing.assert_array_equal(part[name][1], index)
+    assert texts(far).tokens.tolist() == [[97] * 3 + [10] + [97] * 8]
 
 
 def test_documents_are_held_out():
@@ -124,11 +87,11 @@ def test_documents_are_held_out():
 
 def test_the_order_hangs_on_seed_and_step_alone():
     scores = np.arange(10, dtype=np.float32)
-    reader, other = (PairsReader(scores, lambda rows: {"span": rows}, 4, seed) for seed in (0, 1))
+    reader, other = (PairsReader(scores, lambda rows: rows, 4, seed) for seed in (0, 1))
     later, rows = reader.rows(3), [reader.rows(step) for step in range(5)]
     assert later.tolist() == rows[3].tolist()
     batch = reader.batch(3, [2, 0])
-    assert batch.scores.tolist() == batch.inputs["span"].tolist() == later[[2, 0]].tolist()
+    assert batch.scores.tolist() == batch.texts.tolist() == later[[2, 0]].tolist()
     # Two epochs, in a batch of which one goes over into the other.
     epochs = np.concatenate(rows).reshape(2, 10)
     assert [sorted(epoch) for epoch in epochs.tolist()] == [list(range(10))] * 2
@@ -148,17 +111,14 @@ def test_how_predictions_agree_with_scores():
     assert figures["correlation"] == pytest.approx(np.corrcoef([1, 3, 2, 0, -1], scores)[0, 1])
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: way[0])
-def undisturbed(request, tmp_path_factory):
-    kind, train_encoder = request.param
-    folder = tmp_path_factory.mktemp(kind)
-    assert train(folder, kind, train_encoder=train_encoder) == 0
-    return folder, kind, train_encoder
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("selector")
+    assert train(folder) == 0
+    return folder
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkeypatch):
-    folder, kind, train_encoder = undisturbed
-
     report = SelectorTraining.report
 
     def stop_at_four(self, writer, step, metrics, state):
@@ -168,41 +128,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(SelectorTraining, "report", stop_at_four)
-        assert train(tmp_path, kind, train_encoder=train_encoder) == EXIT_STATUS
-    assert train(tmp_path, kind, train_encoder=train_encoder) == 0
-    assert_same_bits(open_selector(tmp_path).params, open_selector(folder).params)
+        assert train(tmp_path) == EXIT_STATUS
+    assert train(tmp_path) == 0
+    assert_same_bits(open_selector(tmp_path).params, open_selector(undisturbed).params)
     # It stopped at step 5, between two logs.
     for kind in ("train", "validation"):
-        assert list(read_metrics(tmp_path, kind)) == list(read_metrics(folder, kind))
+        assert list(read_metrics(tmp_path, kind)) == list(read_metrics(undisturbed, kind))
 
 
 def test_devices_share_the_pairs_of_a_batch(undisturbed, tmp_path):
-    folder, kind, train_encoder = undisturbed
-    assert train(tmp_path, kind, num_devices=4, train_encoder=train_encoder) == 0
-    for one, four in zip(read_metrics(folder), read_metrics(tmp_path), strict=True):
+    assert train(tmp_path, num_devices=4) == 0
+    for one, four in zip(read_metrics(undisturbed), read_metrics(tmp_path), strict=True):
         assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    for one, four in zip(read_metrics(folder, "validation"), read_metrics(tmp_path, "validation"), strict=True):
+    for one, four in zip(read_metrics(undisturbed, "validation"), read_metrics(tmp_path, "validation"), strict=True):
         assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
 def test_it_learns_and_keeps_the_best(undisturbed):
-    folder, _, train_encoder = undisturbed
-    by_step = {metrics["step"]: metrics["loss"] for metrics in read_metrics(folder, "validation")}
-    opened = open_selector(folder)
+    by_step = {metrics["step"]: metrics["loss"] for metrics in read_metrics(undisturbed, "validation")}
+    opened = open_selector(undisturbed)
     assert set(by_step) == {3, 6} and opened.step == min(by_step, key=by_step.__getitem__)
-    assert [metrics["step"] for metrics in read_metrics(folder)] == [2, 4, 6]
-    first, *_, last = read_metrics(folder)
+    assert [metrics["step"] for metrics in read_metrics(undisturbed)] == [2, 4, 6]
+    first, *_, last = read_metrics(undisturbed)
     assert last["loss"] < first["loss"]
-    _, encoder, _ = selector_of(undisturbed[1], train_encoder=train_encoder)
-    same = np.array_equal(opened.params["encoder"]["embedding"], encoder["embedding"])
-    assert same is not train_encoder
-    deviations = [part["deviation"] for part in opened.params["standard"].values()]
-    assert all((np.asarray(deviation) == 1).all() == train_encoder for deviation in deviations)
+    _, encoder, _ = selector_of()
+    assert not np.array_equal(opened.params["encoder"]["embedding"], encoder["embedding"])
 
 
-def test_a_light_selector_learns_which_spans_fit(tmp_path):
+def test_a_selector_learns_which_spans_fit(tmp_path):
     """Scores that neither the spans nor the contexts alone decide, on documents that were not trained on."""
-    selector, encoder, inputs = selector_of("light", train_encoder=False)
+    selector, encoder, inputs = selector_of()
     pairs, scores = pairs_of(), []
     for document, number, end in pairs[["document", "stride", "end"]].to_numpy().tolist():
         tokens = MadeUp().tokens(document, 0, 100)
@@ -219,14 +174,13 @@ def test_a_light_selector_learns_which_spans_fit(tmp_path):
 
 def test_a_batch_that_devices_can_not_share_is_named(tmp_path):
     with pytest.raises(UserError, match="batch_size=4 must be a multiple of the 3 devices that share a batch"):
-        train(tmp_path, "light", num_devices=3, train_encoder=False)
+        train(tmp_path, num_devices=3)
 
 
 def test_another_training_in_the_folder_is_refused(undisturbed):
-    folder, kind, train_encoder = undisturbed
     with pytest.raises(UserError, match="training.Adam.base_rate is 0.01 there, 0.02 here"):
-        train(folder, kind, changed(optimizer=Adam(base_rate=0.02)), train_encoder=train_encoder)
-    saved = json.loads((folder / "selector.json").read_text())
+        train(undisturbed, changed(optimizer=Adam(base_rate=0.02)))
+    saved = json.loads((undisturbed / "selector.json").read_text())
     assert saved["trained_on"] == {"scores": "made up"} and saved["training"]["Adam.base_rate"] == 0.01
 
 
@@ -234,7 +188,7 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     with pytest.raises(
         UserError, match="the loss, the gradient or the parameters of step [12] are not finite; .*Adam.base_rate"
     ):
-        train(tmp_path, "light", changed(optimizer=Adam(base_rate=1e30)), train_encoder=False)
+        train(tmp_path, changed(optimizer=Adam(base_rate=1e30)))
     assert not list((tmp_path / "checkpoints").iterdir())
 
 

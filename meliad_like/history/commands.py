@@ -152,7 +152,7 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
         raise UserError(f"a selector begins with a pretrained decoder, and {request.checkpoint} is of another family")
     store = open_store(opened, request.checkpoint, request.store, prepare=False)
     inputs = make_inputs(history, settings.selector, opened.vocabulary)
-    encoder = encoder_config(settings.selector, opened.run.model, inputs.widths)
+    encoder = encoder_config(settings.selector, opened.run.model, inputs.text_length)
     return SelectorTraining(
         Selector(settings.selector, encoder, opened.vocabulary.size),
         encoder_params(encoder, opened.params),

@@ -1,7 +1,7 @@
 """All settings of ancient history: windows and spans, selectors and their training, and the reader of a run."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import READERS, ReaderConfig
@@ -9,10 +9,8 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.model import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
-from meliad_like.registry import Registry, kind_field, resumable, size
+from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares
-
-SELECTORS = Registry("selector")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +77,9 @@ class HistoryConfig:
         return self.recent_length - self.stride
 
 
-Part = Literal["pair", "span", "context"]
-"""What the encoder reads at once: span and context together, or either of them alone."""
-
-
 @dataclasses.dataclass(frozen=True)
 class SelectorConfig:
-    """The fields of all selectors, by default the paper's."""
+    """The model that learns which spans help, by default the paper's."""
 
     context: Literal["prefix", "released_code"] = "prefix"
     """What is read in addition to the span: the text before the targets, or, as in the released code, the recent text
@@ -95,19 +89,10 @@ class SelectorConfig:
     encoder_layers: int = 0
     """Number of layers of the pretrained decoder that are used, from the first one; 0: all."""
     head_width: int = 256
-    """Width of the hidden layer of the joint selector's head, and of the vectors that the light selector multiplies."""
-    train_encoder: bool = True
-    """Whether the decoder is trained too. If not, its vectors are computed once and kept."""
+    """Width of the hidden layer of the head."""
     dropout_rate: float = 0.1
     """Dropout in the decoder, while it is trained."""
     activation_dtype: ActivationDtype = "float32"
-
-    name: ClassVar[str]
-    """Name of the trained selector in tables."""
-    parts: ClassVar[tuple[Part, ...]]
-    """The texts that are encoded for a score."""
-    pools_mean: ClassVar[bool]
-    """Whether the vector of a text is that of its last token after the mean over all its tokens, or without it."""
 
     def __post_init__(self):
         check_choices(self)
@@ -119,27 +104,6 @@ class SelectorConfig:
                 f"SelectorConfig.context_tokens={self.context_tokens} has no effect on "
                 "SelectorConfig.context='released_code', which reads the window's own tokens: leave it out"
             )
-
-
-@SELECTORS.register("joint")
-@dataclasses.dataclass(frozen=True)
-class JointSelectorConfig(SelectorConfig):
-    """The paper's selector, which reads each candidate together with the context."""
-
-    name = "learned_selector"
-    parts = ("pair",)
-    pools_mean = False
-
-
-@SELECTORS.register("light")
-@dataclasses.dataclass(frozen=True)
-class LightSelectorConfig(SelectorConfig):
-    """A selector that reads spans and contexts separately."""
-
-    name = "light_selector"
-    parts = ("span", "context")
-    # Topics are in many tokens, and the last token of a span is a separator.
-    pools_mean = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +122,7 @@ class SelectorTrainingConfig:
     validation_every: int = 9
     """Documents whose index is a multiple of this are held out."""
     encode_batch: int = resumable(64)
-    """Number of texts that are encoded at once where nothing is trained."""
+    """Number of texts that are encoded at once in evaluations."""
     log_every: int = resumable(10)
     evaluate_every: int = resumable(1000)
     checkpoint_every: int = resumable(1000)
@@ -226,6 +190,5 @@ class HistorySettings:
     """The settings of the commands of ancient history, which are not part of a run's config."""
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
-    selector: Any = kind_field(SELECTORS, JointSelectorConfig)
-    """The model that learns which spans help."""
+    selector: SelectorConfig = dataclasses.field(default_factory=SelectorConfig)
     selector_training: SelectorTrainingConfig = dataclasses.field(default_factory=SelectorTrainingConfig)

@@ -35,17 +35,16 @@ class HistoryScale:
 
 SHORT = HistoryConfig(window_length=256, history_length=128, span_length=32, stride=64, max_candidates=16)
 SCALES = {
-    # For two cores and a model of 135M parameters: the decoder is not trained, and only its first layers are used.
+    # For two cores and a model of 135M parameters, of which only the first layers are used and trained.
     "tiny": HistoryScale(
         {
             "history": SHORT,
-            "selector.train_encoder": False,
-            "selector.encoder_layers": 10,
-            "selector_training.num_steps": 4000,
-            "selector_training.optimizer.base_rate": 3e-4,
+            "selector.encoder_layers": 4,
+            "selector_training.num_steps": 500,
+            "selector_training.optimizer.base_rate": 1e-4,
             "selector_training.validation_every": 5,
-            "selector_training.evaluate_every": 200,
-            "selector_training.log_every": 200,
+            "selector_training.evaluate_every": 100,
+            "selector_training.log_every": 100,
             "selector_training.checkpoints_kept": 1,
         },
         scored_tokens=20_480,

@@ -1,33 +1,28 @@
 """A trained selector as a `SpanScorer`, and its folder, which is all that using it needs.
 
 selector.json    the configs, and what the selector was trained on
-encoder/         the pretrained decoder, if it was not trained
 checkpoints/     the newest parameters, with the optimizer's state
 best/            the parameters with the least validation loss
-vectors/         vectors of a fixed encoder, used in training only
 metrics.jsonl
 """
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Float
 
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import SELECTORS, HistoryConfig, HistorySettings, Part
+from meliad_like.history.config import HistoryConfig, HistorySettings
 from meliad_like.history.selection import SpanScorer
-from meliad_like.history.selectors.inputs import SelectorInputs, Texts, encode_batch, make_inputs
-from meliad_like.history.selectors.model import Params, Selector
+from meliad_like.history.selectors.inputs import SelectorInputs, Texts, make_inputs
+from meliad_like.history.selectors.model import Params, Selector, score
 from meliad_like.history.spans import Ends, Scores, Stride, Tokens
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -42,9 +37,8 @@ SPANS = ("span_length", "separator")
 
 def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
     """What decides a selector, for `selector.json` and every checkpoint."""
-    kind = {"HistorySettings.selector": SELECTORS.name_of(selector.config)}
     return {
-        "settings": bound_values(inputs.layout.config) | kind | bound_values(selector.config),
+        "settings": bound_values(inputs.layout.config) | bound_values(selector.config),
         "encoder": bound_values(selector.encoder_config),
         "vocabulary_size": selector.vocabulary_size,
         "vocabulary_fingerprint": vocabulary.fingerprint,
@@ -52,19 +46,8 @@ def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vo
     }
 
 
-def save_encoder(folder: Path, params: Params) -> None:
-    """Keeps a decoder that is not trained, once for all checkpoints."""
-    with Checkpoints(folder / "encoder") as checkpoints:
-        if not checkpoints.steps():
-            checkpoints.save(0, {"step": np.int32(0), "params": params}, {})
-
-
 class LearnedSelector(SpanScorer):
-    """Scores candidates by the gains that a selector predicts.
-
-    A `light` selector reads every different span of a document once and every context once, whatever the number of
-    candidates and strides; the vectors of spans are kept until the next document.
-    """
+    """Scores candidates by the gains that a selector predicts."""
 
     runs_a_model = True
 
@@ -74,56 +57,32 @@ class LearnedSelector(SpanScorer):
         """`step`: the training step of the parameters."""
         self.selector, self.params, self.inputs, self.vocabulary, self.step = selector, params, inputs, vocabulary, step
         self.batch_size = 64
-        """Texts that are encoded at once."""
+        """Texts that are read at once."""
         self.leaks_the_future = inputs.leaks_the_future
-        self.name = selector.config.name + ("_released_code" if self.leaks_the_future else "")
+        self.name = "learned_selector" + ("_released_code" if self.leaks_the_future else "")
         self.fingerprint = fingerprint((selector, inputs), params)
-        self.encoded_tokens: Counter[Part] = Counter()
-        """Tokens of each part that the encoder has read so far."""
-        self._document = -1
-        self._spans: dict[bytes, np.ndarray] = {}
+        self.num_tokens = 0
+        """Tokens that the encoder has read so far."""
 
     @property
     def flops(self) -> float:
         # Those of the head are negligible.
-        per_token, widths = self.selector.encoder_flops_per_token, self.inputs.widths
-        return sum(count * per_token(widths[part]) for part, count in self.encoded_tokens.items())
+        return self.num_tokens * self.selector.flops_per_token(self.inputs.text_length)
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
-        if stride.document != self._document:
-            self._spans, self._document = {}, stride.document
-        # Rows are padded to the next power of two, so that few programs are compiled.
-        padding, projected = (1 << (len(ends) - 1).bit_length()) - len(ends), {}
-        for part in self.selector.config.parts:
-            texts = self.inputs.texts(part, document, stride, ends)
-            rows = self._known(texts) if part == "span" else self._encoded(part, texts)
-            projected[part] = jnp.asarray(rows if part == "context" else np.pad(rows, ((0, padding), (0, 0))))
-        return np.asarray(_score(self.selector, self.params, projected))[: len(ends)]
+        texts = self.inputs.texts(document, stride, ends)
+        self.num_tokens += int(texts.length.sum())
+        starts = range(0, len(ends), self.batch_size)
+        batches = [Texts(*(column[start : start + self.batch_size] for column in texts)) for start in starts]
+        return np.concatenate([self._scores(batch) for batch in batches])
 
-    def _known(self, spans: Texts) -> Float[np.ndarray, "m w"]:
-        """The projected vectors of spans; only spans whose tokens are new are read."""
-        keys = [row.tobytes() for row in spans.tokens]
-        if new := {key: row for row, key in enumerate(keys) if key not in self._spans}:
-            rows = list(new.values())
-            self._spans |= zip(new, self._encoded("span", Texts(spans.tokens[rows], spans.length[rows])), strict=True)
-        return np.stack([self._spans[key] for key in keys])
-
-    def _encoded(self, part: Part, texts: Texts) -> Float[np.ndarray, "m w"]:
-        """The projected vectors of texts."""
-        self.encoded_tokens[part] += int(texts.length.sum())
-        most = self.batch_size
-        starts = range(0, len(texts.length), most)
-        batches = [Texts(*(column[start : start + most] for column in texts)) for start in starts]
-        project = functools.partial(_project, self.selector, part)
-        return np.concatenate([encode_batch(project, self.params, batch, most) for batch in batches])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _project(selector: Selector, part: Part, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    return selector.project(params, part, selector.encode(params["encoder"], tokens, length))
-
-
-_score = jax.jit(Selector.score, static_argnums=0)
+    def _scores(self, texts: Texts) -> Scores:
+        # Sizes are powers of two, so that few programs are compiled.
+        count = len(texts.length)
+        size = min(self.batch_size, 1 << (count - 1).bit_length())
+        tokens = np.pad(texts.tokens, ((0, size - count), (0, 0)))
+        length = np.pad(texts.length, (0, size - count), constant_values=1)
+        return np.asarray(score(self.selector, self.params, tokens, length))[:count]
 
 
 def open_selector(folder: str | Path) -> LearnedSelector:
@@ -146,8 +105,6 @@ def open_selector(folder: str | Path) -> LearnedSelector:
     inputs = make_inputs(settings.history, settings.selector, vocabulary)
     trained = jax.eval_shape(selector.init, jax.random.key(0))
     params, step = _restore(folder / ("best" if (folder / "best").is_dir() else "checkpoints"), trained)
-    if not selector.config.train_encoder:
-        params["encoder"], _ = _restore(folder / "encoder", selector.encoder.abstract_params)
     return LearnedSelector(selector, params, inputs, vocabulary, step)
 
 

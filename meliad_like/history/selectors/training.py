@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pandas as pd
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 from meliad_like.config.run import TrainingConfig
 from meliad_like.data.loading import load_batches
@@ -20,22 +19,18 @@ from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import with_progress
 from meliad_like.history.config import SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import (
-    Inputs,
     PairsBatch,
     PairsReader,
     SelectorInputs,
+    Texts,
     agreement,
     document_texts,
-    encode_places,
     held_out,
-    moments,
-    take,
 )
-from meliad_like.history.selectors.model import Params, Selector
-from meliad_like.history.selectors.scorer import FILE_NAME, save_encoder, selector_metadata
+from meliad_like.history.selectors.model import Params, Selector, score
+from meliad_like.history.selectors.scorer import FILE_NAME, selector_metadata
 from meliad_like.mesh import lane_sharding, lane_shards
 from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.registry import bound_fields, bound_values
@@ -48,29 +43,12 @@ from meliad_like.training.processes import EXIT_STATUS
 from meliad_like.training.program import TrainingProgram, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
 
-Feed = Callable[[np.ndarray], Inputs]
-"""A function from rows of some pairs to what the selector reads."""
-
-
-def predict(selector: Selector, params: Params, inputs: Inputs, dropout_key=None) -> Float[Array, " b"]:
-    """Scores of a batch."""
-    if selector.config.train_encoder:
-        vectors = {}
-        for i, (part, (tokens, length)) in enumerate(inputs.items()):
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-            vectors[part] = selector.encode(params["encoder"], tokens, length, key)
-        inputs = vectors
-    return selector.score_vectors(params, inputs)
-
-
-_predict = jax.jit(predict, static_argnums=0)
-
 
 def squared_error(selector: Selector) -> Objective:
     """The mean squared error of a batch, in nats squared."""
 
     def differentiable(params, carry, batch: PairsBatch, dropout_key):
-        errors = jnp.square(predict(selector, params, batch.inputs, dropout_key) - batch.scores)
+        errors = jnp.square(selector.score(params, *batch.texts, dropout_key) - batch.scores)
         sums = Sums(jnp.sum(errors), jnp.zeros((), jnp.int32), jnp.asarray(len(errors)))
         return sums.loss, (sums, carry, jnp.isfinite(errors))
 
@@ -109,12 +87,13 @@ class SelectorTraining:
         self._begin()
         config, workdir, last_step = self.config, self.workdir, self.config.num_steps
         train, validation = held_out(self.pairs, config.validation_every)
-        (feed, validation_feed), standard = self._feeds(train, validation)
-        reader = PairsReader(train["score"].to_numpy(), feed, config.batch_size, config.seed)
+        texts = document_texts(self.inputs, self.documents)
+        read = lambda rows: texts(train.iloc[rows])  # noqa: E731
+        reader = PairsReader(train["score"].to_numpy(), read, config.batch_size, config.seed)
         program = self._program(reader.batch(0, range(config.batch_size)))
         with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
             logged = checkpoints.read_metadata()["logged"] if checkpoints.steps() else None
-            state = self._starting_state(program, standard, checkpoints)
+            state = self._starting_state(program, checkpoints)
             start = int(state.step)
             if start >= last_step:
                 print(f"{workdir} is at step {start} of {last_step}: nothing left to do; raise num_steps to resume")
@@ -124,7 +103,7 @@ class SelectorTraining:
                 load_batches(reader, lane_sharding(self.mesh, config.batch_size), start) as batches,
             ):
                 session.writer.say(
-                    f"{label(self.selector.config.name, self.leaks)}: {len(train):,} pairs to train on, "
+                    f"{label('selector', self.leaks)}: {len(train):,} pairs to train on, "
                     f"{len(validation):,} held out, from step {start:,} to {last_step:,}"
                 )
 
@@ -133,7 +112,7 @@ class SelectorTraining:
                         logged = session.writer.keep()
                         checkpoints.save(step, state, self.metadata | {"step": step, "logged": logged})
 
-                evaluate = partial(self.evaluate, validation, validation_feed, session.writer)
+                evaluate = partial(self.evaluate, validation, texts, session.writer)
                 _, stopped = run_steps(
                     session,
                     program.compile_step(),
@@ -163,21 +142,6 @@ class SelectorTraining:
         save_vocabulary(self.vocabulary, self.workdir)
         write_json(path, metadata)
 
-    def _feeds(self, *parts: pd.DataFrame) -> tuple[list[Feed], Params]:
-        """What the selector reads of the pairs for training and for validation, and the moments of fixed vectors."""
-        texts = document_texts(self.inputs, self.documents)
-        if self.selector.config.train_encoder:
-            names = self.selector.config.parts
-            return [lambda rows, pairs=p: {name: texts(name, pairs.iloc[rows]) for name in names} for p in parts], {}
-        save_encoder(self.workdir, self.encoder)
-        vectors = []
-        for name, pairs in zip(("train", "validation"), parts, strict=True):
-            folder, most = self.workdir / "vectors" / name, self.config.encode_batch
-            encode = partial(encode_places, self.selector, self.encoder, pairs, texts, folder, most)
-            vectors.append(with_progress(f"texts for {name}", encode))
-        standard = {part: moments(values) for part, (values, _) in vectors[0].items()}
-        return [partial(take, each) for each in vectors], standard | {"scores": moments(parts[0]["score"].to_numpy())}
-
     def _program(self, batch: PairsBatch) -> TrainingProgram:
         """The selector and its step on the mesh."""
         selector, config, shards = self.selector, self.config, lane_shards(self.mesh)
@@ -186,8 +150,7 @@ class SelectorTraining:
                 f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} "
                 "devices that share a batch"
             )
-        fixed = dict.fromkeys(selector.fixed_parameters, 0.0)
-        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0), fixed)
+        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0))
 
         def init(key) -> TrainState:
             params, count = selector.init(key), jnp.zeros((), jnp.int32)
@@ -196,16 +159,16 @@ class SelectorTraining:
         step = partial(make_step, squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
         return lay_out(selector, self.mesh, selector.axes, init, config.seed, step, batch, config.batch_size)
 
-    def _starting_state(self, program: TrainingProgram, standard: Params, checkpoints: Checkpoints) -> TrainState:
-        """The newest checkpoint, or a fresh state with the pretrained encoder or the moments of its vectors."""
+    def _starting_state(self, program: TrainingProgram, checkpoints: Checkpoints) -> TrainState:
+        """The newest checkpoint, or a fresh state with the pretrained encoder."""
         abstract = program.abstract_state
         if checkpoints.steps():
             return checkpoints.restore(abstract)[0]
         state = program.initialise()
         # The first step reuses the memory of the state, and must not reuse that of the encoder.
-        initial = {"standard": standard} if standard else {"encoder": jax.tree.map(jnp.copy, self.encoder)}
-        shardings = jax.tree.map(lambda x: x.sharding, {name: abstract.params[name] for name in initial})
-        return state.starting_with({**state.params, **jax.device_put(initial, shardings)})
+        shardings = jax.tree.map(lambda x: x.sharding, abstract.params["encoder"])
+        encoder = jax.device_put(jax.tree.map(jnp.copy, self.encoder), shardings)
+        return state.starting_with({**state.params, "encoder": encoder})
 
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
         """Logs the averages of the steps since the last log.
@@ -225,7 +188,14 @@ class SelectorTraining:
             writer.write(step, figures | rate, kind=label("train", self.leaks))
             writer.show(step, label(f"loss {figures['loss']:.4f}", self.leaks))
 
-    def evaluate(self, pairs: pd.DataFrame, feed: Feed, writer: MetricsWriter, step: int, state: TrainState) -> None:
+    def evaluate(
+        self,
+        pairs: pd.DataFrame,
+        texts: Callable[[pd.DataFrame], Texts],
+        writer: MetricsWriter,
+        step: int,
+        state: TrainState,
+    ) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
         shards = lane_shards(self.mesh)
         size = -(-min(self.config.encode_batch, len(pairs)) // shards) * shards
@@ -234,8 +204,8 @@ class SelectorTraining:
             for start in range(0, len(pairs), size):
                 # The last batch is filled up with the first pairs, so that one program serves all batches.
                 rows = np.arange(start, start + size) % len(pairs)
-                inputs = jax.device_put(feed(rows), lanes)
-                predicted.append(np.asarray(_predict(self.selector, state.params, inputs)))
+                batch = jax.device_put(texts(pairs.iloc[rows]), lanes)
+                predicted.append(np.asarray(score(self.selector, state.params, *batch)))
         values = np.concatenate(predicted)[: len(pairs)].astype(np.float64)
         figures = agreement(values, pairs, self.inputs.layout.config.num_spans)
         kind = label("validation", self.leaks)
