@@ -13,8 +13,8 @@ import time
 import jax
 import numpy as np
 
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model

@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.data.vocabulary import ByteVocabulary
-from meliad_like.history.config import HistoryConfig, SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.training import SelectorTraining
+from meliad_like.history.settings import HistoryConfig, SelectorConfig, SelectorTrainingConfig
 from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model

@@ -15,8 +15,8 @@ from meliad_like.errors import UserError
 from meliad_like.experiments import ancient_history
 from meliad_like.experiments.ancient_history import HistoryExperiment
 from meliad_like.experiments.tables.ancient_history import ALWAYS, SCALES, TABLE, rows_of
-from meliad_like.history.config import HistorySettings
 from meliad_like.history.gains import TargetLosses
+from meliad_like.history.settings import HistorySettings
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening
 

@@ -13,7 +13,7 @@ from shipped import needs, vocabulary_size
 from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import Rank, collect
-from meliad_like.history.config import HistorySettings
+from meliad_like.history.settings import HistorySettings
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader

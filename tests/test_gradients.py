@@ -11,7 +11,7 @@ from shipped import NAMES, needs
 from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import collect
-from meliad_like.history.config import HistorySettings
+from meliad_like.history.settings import HistorySettings
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 from meliad_like.run import shrinking

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meliad_like.history.config import HistoryConfig
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, strides
 
 # A window of 12: two spans of 2 at every position, 8 recent tokens, 3 of them targets.

@@ -11,11 +11,11 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like.history import evaluation as report
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.evaluation import BASELINE, SUMS, Evaluation, evaluate
 from meliad_like.history.evaluation import read_strides as read_document
 from meliad_like.history.gains import SpanGains, TargetLosses
 from meliad_like.history.selection import Ranking
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, Window
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model

@@ -17,12 +17,13 @@ from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
-from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
+from meliad_like.history.config import AncientHistoryReaderConfig
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.gains import TargetLosses
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run.opening import open_checkpoint
@@ -102,7 +103,7 @@ def test_lanes_are_made_separately_and_orders_depend_on_the_seed():
 @pytest.mark.parametrize("name", ["random", "recent", "prefix_overlap"])
 def test_spans_are_chosen_among_all_candidates(name):
     of_all, of_some = (
-        make_selection(reading(dataclasses.replace(CONFIG, max_candidates=most), name), None, "train")[0]
+        make_selection(dataclasses.replace(CONFIG, max_candidates=most), name, "", None, "train")[0]
         for most in (None, 2)
     )
     stride, tokens = stride_of(30, 100, CONFIG), np.arange(100) % 7
@@ -222,10 +223,10 @@ def test_selections_made_in_advance(place, tmp_path):
     np.testing.assert_array_equal(batches[0], batches[1])
     assert np.not_equal(batches[0], batches[2]).any()
     with pytest.raises(UserError, match="scores or selections are missing at .*validation: "):
-        make_selection(configs[0], store, "validation")
+        make_selection(run.data.history, "file", str(tmp_path), store, "validation")
     other = config.parse([], [*place[1], "HistoryConfig.first_selection = 1"]).data.history
     with pytest.raises(UserError, match="HistoryConfig.first_selection is None there, 1 here"):
-        make_selection(reading(other, "file", tmp_path), store, "train")
+        make_selection(other, "file", str(tmp_path), store, "train")
 
 
 def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):

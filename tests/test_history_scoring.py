@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, Window, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig

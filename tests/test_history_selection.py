@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.gains import SpanGains
 from meliad_like.history.selection import Ranking, choose, overlap
 from meliad_like.history.selectors.scorer import LearnedSelector
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import candidates, select, strides
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")

@@ -12,7 +12,6 @@ from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
-from meliad_like.history.config import SelectorConfig
 from meliad_like.history.selectors.inputs import (
     PairsReader,
     agreement,
@@ -22,6 +21,7 @@ from meliad_like.history.selectors.inputs import (
 )
 from meliad_like.history.selectors.scorer import open_selector
 from meliad_like.history.selectors.training import SelectorTraining
+from meliad_like.history.settings import SelectorConfig
 from meliad_like.optimization.optimizers import Adam
 from meliad_like.training.processes import EXIT_STATUS
 

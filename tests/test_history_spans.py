@@ -5,8 +5,8 @@ import pytest
 
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig
 from meliad_like.history.selection import SpanScorer, choose
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, candidates, is_scored, necessary_prefix, select, strides
 
 # A window of 12: spans of 2 at every position fill up to 4, 8 are recent, 3 of them targets.

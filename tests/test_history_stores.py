@@ -8,10 +8,10 @@ import pytest
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
-from meliad_like.history.config import AncientHistoryReaderConfig, HistoryConfig
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.reader import make_selection
 from meliad_like.history.selection import Ranking, choose
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import strides
 from meliad_like.history.stride_store import StoreInfo, StrideStore
 
@@ -62,8 +62,7 @@ def test_a_selection_from_a_file_is_that_of_the_document_itself(store, tmp_path)
         return split.tokens(document, 0, int(split.lengths[document]))
 
     selections.fill(lambda strides: (chosen(tokens(stride.document), stride) for stride in strides))
-    reader = AncientHistoryReaderConfig(history=HISTORY, selection="file", selections=str(tmp_path))
-    choose_again, leaks = make_selection(reader, store, "train")
+    choose_again, leaks = make_selection(HISTORY, "file", str(tmp_path), store, "train")
     assert not leaks
     compared = 0
     for document, length in enumerate(split.lengths.tolist()):

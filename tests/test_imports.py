@@ -68,6 +68,30 @@ def test_imports_go_down():
     assert not upwards, "\n".join(upwards)
 
 
+CIRCLES = [{"meliad_like.data.tokenizers_vocabulary", "meliad_like.data.vocabulary"}]
+"""Modules that import each other, here when a function is called. New circles are not allowed."""
+
+
+def test_no_circle_of_files():
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        name = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
+        graph[name] = {module if module in MODULES else f"{module}.__init__" for module in imported_modules(path)}
+
+    def reached_from(name: str) -> set[str]:
+        reached, waiting = set(), [name]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    reached = {name: reached_from(name) for name in graph}
+    inside = {name for name in graph if name in reached[name]}
+    circles = {frozenset(other for other in reached[name] & inside if name in reached[other]) for name in inside}
+    assert circles <= set(map(frozenset, CIRCLES))
+
+
 def test_every_package_has_a_level():
     packages = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES} - {"__init__"}
     assert packages <= LEVEL_OF.keys()

@@ -23,9 +23,9 @@ from meliad_like.experiments.pictures import COLOURS
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
-from meliad_like.history.config import HistorySettings
 from meliad_like.history.evaluation import BASELINE, tables
 from meliad_like.history.opening import HistoryRequest
+from meliad_like.history.settings import HistorySettings
 from meliad_like.resumable import read_json
 from meliad_like.run.opening import open_checkpoint, open_store, saved_config
 from meliad_like.tables import Table as TextTable

@@ -12,8 +12,8 @@ from meliad_like.data.readers import LanesReaderConfig, ReaderConfig
 from meliad_like.data.split import Documents, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig, HistorySettings
 from meliad_like.history.gains import SpanGains, TargetLosses
+from meliad_like.history.settings import HistoryConfig, HistorySettings
 from meliad_like.history.spans import Layout
 from meliad_like.history.stride_store import fingerprint
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_store, saved_config

@@ -7,14 +7,15 @@ are all its tokens but the first; the targets of later windows are those of one 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.readers import ScheduledReader
 from meliad_like.data.token_store import TokenStore
-from meliad_like.history.config import AncientHistoryReaderConfig
 from meliad_like.history.selection import Ranking, choose
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Ends, Layout, Stride, Tokens, Window, num_strides, stride_of, whole_documents
 from meliad_like.history.stride_store import StoreInfo, StrideStore
 from meliad_like.resumable import check_same
@@ -78,13 +79,23 @@ class HistoryReader(ScheduledReader):
         return stride, window if index else window._replace(num_targets=len(tokens) - 1)
 
 
-def make_selection(reader: AncientHistoryReaderConfig, store: TokenStore, split: str) -> tuple[Selection, bool]:
-    """The selection that a reader's config names, for the documents of a split, and whether it leaks the future."""
-    config = reader.history
-    if reader.selection != "file":
-        scorer = Ranking(reader.selection, config)
+def make_reader(
+    config: HistoryConfig, selection: str, selections: str, store: TokenStore, split: str, fields: dict[str, Any]
+) -> HistoryReader:
+    """The reader of a split, by the fields of `AncientHistoryReaderConfig` and those of `ScheduledReader`."""
+    select, leaks = make_selection(config, selection, selections, store, split)
+    layout = Layout.of(config, store.vocabulary)
+    return HistoryReader(**fields, layout=layout, selection=select, leaks_the_future=leaks)
+
+
+def make_selection(
+    config: HistoryConfig, selection: str, selections: str, store: TokenStore, split: str
+) -> tuple[Selection, bool]:
+    """The selection of this name for the documents of a split, and whether it leaks the future."""
+    if selection != "file":
+        scorer = Ranking(selection, config)
         return lambda name, document, stride: choose(scorer, name, document, stride, config)[0], False
-    folder = Path(reader.selections).expanduser() / split
+    folder = Path(selections).expanduser() / split
     saved = StrideStore(folder)
     saved.check_complete()
     origin = {"maker": saved.info.maker, "leaks_the_future": saved.info.leaks_the_future}

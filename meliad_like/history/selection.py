@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int, Real
 
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig
+from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import (
     Ends,
     Scores,

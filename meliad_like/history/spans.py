@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, UInt
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig
+from meliad_like.history.settings import HistoryConfig
 
 Tokens = Int[np.ndarray, " tokens"]
 """A document, or its beginning up to the end of a stride."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from meliad_like.config import read_table
 from meliad_like.experiments.tables.table import Row, Table, read_rows
-from meliad_like.history.config import HistoryConfig
+from meliad_like.history.settings import HistoryConfig
 
 NAME = "ancient_history/table1"
 TABLE = Table("ancient_history", "Table 1: ancient history in the context window", read_rows(NAME))

@@ -17,7 +17,7 @@ from meliad_like.data.schedule import permutation
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import HistoryConfig, SelectorConfig
+from meliad_like.history.settings import HistoryConfig, SelectorConfig
 from meliad_like.history.spans import Ends, Layout, Stride, Tokens, stride_of, whole_documents
 
 STRIDE = ["document", "stride"]

@@ -19,7 +19,6 @@ from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.history.config import SelectorTrainingConfig
 from meliad_like.history.selectors.inputs import (
     PairsBatch,
     PairsReader,
@@ -31,6 +30,7 @@ from meliad_like.history.selectors.inputs import (
 )
 from meliad_like.history.selectors.model import Params, Selector, score
 from meliad_like.history.selectors.scorer import FILE_NAME, selector_metadata
+from meliad_like.history.settings import SelectorTrainingConfig
 from meliad_like.mesh import lane_sharding, lane_shards
 from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.registry import bound_fields, bound_values
