@@ -62,7 +62,6 @@ def request(checkpoint, output, **changes):
         "step": None, "other": (), "other_step": None, "gin_param": (), "store": None, "split": "test",
         "document": (), "num_documents": None, "unit": "auto", "top": 12,
         "kind": ("shuffled", "earlier", "cleared", "frozen"), "part": (), "every": None,
-        "context_tokens": None, "num_contexts": 2, "num_tokens": 20,
     }  # fmt: skip
     return StudyRequest(checkpoint=checkpoint, output=Path(output), **(default | changes))
 

@@ -7,7 +7,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from study_runs import request
 from tiny_run import read_metrics, train
 
 from meliad_like import config
@@ -29,8 +28,7 @@ from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.library import load
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, save_vocabulary
-from meliad_like.studies import continuations
+from meliad_like.run.opening import open_checkpoint
 from meliad_like.training.checkpoints import Checkpoints
 
 DECODER = PretrainedConfig(
@@ -190,33 +188,6 @@ def test_text_of_any_length(place, trained, folder, window):
     for token in prompt:
         slowly = generator.read(slowly, [np.array([token])])
     assert written == [token for [tokens], _ in generator.write(slowly, 20) for token in tokens]
-
-
-def test_only_the_recurrence_reaches_into_the_next_window(place, trained, tmp_path):
-    asked = request(str(trained), tmp_path, num_tokens=12, gin_param=("MeshConfig.data = 8",), split="train")
-    with pytest.raises(UserError, match="windows that repeat 2 tokens see these in addition to what is remembered"):
-        continuations.run(asked)
-    # Eight steps have taught it one letter; a model of chance writes what hangs on all that it sees.
-    opened, chance = open_checkpoint(trained), np.random.default_rng(0)
-    params = jax.tree.map(lambda x: chance.normal(size=x.shape).astype(np.float32), opened.params)
-    save_vocabulary(opened.vocabulary, tmp_path / "chance")
-    with Checkpoints(tmp_path / "chance") as checkpoints:
-        checkpoints.save(
-            8, {"step": np.int32(8), "params": params}, checkpoint_metadata(opened.run, opened.vocabulary, 8, None)
-        )
-    parameters = (*asked.gin_param, "PretrainedConfig.overlap = 0")
-    continuations.run(asked._replace(checkpoint=str(tmp_path / "chance"), gin_param=parameters))
-    assert "in addition to the memory: chance, data=8, overlap=0: none" in (tmp_path / "index.html").read_text()
-    assert any(len(set(ways.values())) == 2 for ways in written(tmp_path))
-    # Without a recurrence nothing is remembered of another window.
-    continuations.run(asked._replace(checkpoint=str(place / "ours")))
-    assert all(len(set(ways.values())) == 1 for ways in written(tmp_path))
-
-
-def written(folder):
-    """What a study's one model wrote at each place, with and without a memory."""
-    passages = json.loads((folder / "summary.json").read_text())["passages"]
-    return [ways for passage in passages for ways in passage["written"].values()]
 
 
 def test_back_to_transformers(place, trained, tmp_path):

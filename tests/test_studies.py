@@ -204,12 +204,11 @@ def test_missing_things_are_named(runs, tmp_path):
     [
         (
             ["curve"],
-            "the first argument must be compare or memory_use or context_curve or gates or continuations or "
-            "memory_map, not 'curve'",
+            "the first argument must be compare or memory_use or context_curve or gates or memory_map, not 'curve'",
         ),
         (
             ["gates", "--other=x"],
-            "--other has no effect on gates: it is for compare and context_curve and continuations",
+            "--other has no effect on gates: it is for compare and context_curve",
         ),
         (["compare", "--gin_file=x"], "--gin_file has no effect here"),
         # Before the checkpoint is looked for.

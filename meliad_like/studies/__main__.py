@@ -4,7 +4,6 @@
     meliad_like studies memory_use --checkpoint=DIR --output=DIR [--every=4096]
     meliad_like studies context_curve --checkpoint=DIR [--other=DIR ...] --output=DIR
     meliad_like studies gates --checkpoint=DIR --output=DIR
-    meliad_like studies continuations --checkpoint=DIR [--other=DIR ...] --output=DIR
     meliad_like studies memory_map --checkpoint=DIR --output=DIR
 
 The page is index.html in --output.
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 
-STUDIES = ("compare", "memory_use", "context_curve", "gates", "continuations", "memory_map")
+STUDIES = ("compare", "memory_use", "context_curve", "gates", "memory_map")
 
 KINDS = ("shuffled", "earlier", "cleared", "frozen")
 """The interventions of memory_use, as in `meliad_like/studies/interventions.py`, whose import takes seconds."""
@@ -24,10 +23,9 @@ ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use")
 """The studies that read all documents by default, because their figures are means over documents."""
 
 USED_BY = {
-    **dict.fromkeys(("other", "other_step"), ("compare", "context_curve", "continuations")),
+    **dict.fromkeys(("other", "other_step"), ("compare", "context_curve")),
     **dict.fromkeys(("unit", "top"), ("compare",)),
     **dict.fromkeys(("kind", "part", "every"), ("memory_use",)),
-    **dict.fromkeys(("context_tokens", "num_contexts", "num_tokens"), ("continuations",)),
 }
 """The flags that not all studies have."""
 
@@ -65,9 +63,6 @@ COMMAND.multi_string(
 COMMAND.integer(
     "every", None, "Tokens from one intervention to the next, whole windows. Default: a segment.", lower_bound=1
 )
-COMMAND.integer("context_tokens", None, "Length of a context, whole windows. Default: a window.", lower_bound=1)
-COMMAND.integer("num_contexts", 3, "Most contexts in each document.", lower_bound=1)
-COMMAND.integer("num_tokens", 100, "Number of tokens to write after each context.", lower_bound=2)
 
 
 def main(study: str) -> None:

@@ -20,8 +20,7 @@ from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_stor
 
 StudyRequest = namedtuple(
     "StudyRequest",
-    "checkpoint step other other_step gin_param store split document num_documents unit top kind part every "
-    "context_tokens num_contexts num_tokens output",
+    "checkpoint step other other_step gin_param store split document num_documents unit top kind part every output",
 )
 """The values of the flags of `__main__`, by name. `output` is a folder that exists; `num_documents` None: all."""
 
@@ -64,14 +63,13 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     return Subject(label, folder, changed, opened)
 
 
-def open_compared(request: StudyRequest, change_all: bool = False) -> list[Subject]:
+def open_compared(request: StudyRequest) -> list[Subject]:
     """The checkpoint and the models to compare it with, all with different labels.
 
-    The requested settings are those of the others; without others, of a second copy of the checkpoint. With
-    `change_all` they are those of every model.
+    The requested settings are those of the others; without others, of a second copy of the checkpoint.
     """
-    subjects = [open_subject(request.checkpoint, request.gin_param if change_all else (), request.step)]
-    if request.gin_param and not (request.other or change_all):
+    subjects = [open_subject(request.checkpoint, (), request.step)]
+    if request.gin_param and not request.other:
         subjects.append(open_subject(request.checkpoint, request.gin_param, request.step))
     subjects += [open_subject(folder, request.gin_param, request.other_step) for folder in request.other]
     if len({subject.label for subject in subjects}) == len(subjects):
