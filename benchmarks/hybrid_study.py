@@ -75,7 +75,7 @@ def command(kind: str, row: str, steps: int, seed: str) -> list[str]:
     folders = [f"--store={FOLDER.value}/stores/{kind}", f"--folder={FOLDER.value}/runs/{kind}"]
     # The stores alone, so that they can be copied to another machine.
     params = ("FolderSourceConfig.folder = ''", f"TrainingConfig.num_steps = {steps}", "TrainingConfig.log_every = 100")
-    return [*table, *folders, "--jobs=1", f"--seeds={seed}", *(f"--gin_param={param}" for param in params)]
+    return [*table, *folders, f"--seeds={seed}", *(f"--gin_param={param}" for param in params)]
 
 
 def print_intervals() -> None:

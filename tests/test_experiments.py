@@ -2,10 +2,6 @@
 
 import fcntl
 import json
-import os
-import signal
-import threading
-import time
 from types import SimpleNamespace
 
 import forked
@@ -21,8 +17,7 @@ from meliad_like.config import read_table
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.processes import environment, run_processes
-from meliad_like.experiments.report import Results, gather, read_result
+from meliad_like.experiments.report import Results, gather, read_result, result_file
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
@@ -100,15 +95,15 @@ def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, 
     bindings = (*bindings, "TrainingConfig.num_steps = 2")
     params = [f"--gin_param={b}" for b in bindings]
     words = ["-m", "meliad_like.experiments", "table1", f"--folder={tmp_path}", "--split=validation"]
-    words += ["--row=slide_12l", "--seeds=3", "--jobs=2", *params]
+    words += ["--row=slide_12l", "--seeds=3", *params]
     first = tiny_run.run_command(words, num_devices=1)
     assert first.returncode == 0, first.stderr
-    assert "0 of 1 runs are finished; 2 side by side\nfinished slide_12l-3, 1 of 1 after " in first.stdout
+    assert "slide_12l-3, 1 of 1 that are not finished\n" in first.stdout
     assert f"wrote {tmp_path}/table1.md, .csv and .png" in first.stdout
     assert (tmp_path / "table1.png").exists()
     again = experiment(tmp_path, gin_params=bindings, seeds=(3,), row_names=("slide_12l",), split="validation")
     assert again.make() == (0, [])
-    assert capsys.readouterr().out.startswith("1 of 1 runs are finished")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture
@@ -118,24 +113,32 @@ def with_store(tmp_path):
     return {"gin_params": (f"ReaderConfig.store = '{tmp_path}'",)}
 
 
-def test_a_run_that_failed_is_named_with_its_log(tmp_path, with_store, monkeypatch, capsys):
-    monkeypatch.setattr(Experiment, "command", lambda *_: ["false"])
+def test_a_run_that_failed_is_named_and_the_next_one_is_made(tmp_path, with_store, monkeypatch, capsys):
+    def fail(self, row, seed):
+        raise UserError(f"no {row.name}")
+
+    monkeypatch.setattr(Experiment, "train_and_evaluate", fail)
     made = experiment(tmp_path, seeds=(0,), row_names=("slide_12l", "slide_13l"), **with_store)
-    assert made.make(jobs=1) == (0, [f"{row}-0 (see {tmp_path / f'{row}-0'}/log.txt)" for row in made.row_names])
-    assert "failed slide_13l-0, 2 of 2 after " in capsys.readouterr().out
+    assert made.make() == (0, ["slide_12l-0", "slide_13l-0"])
+    assert "failed slide_12l-0: no slide_12l\nslide_13l-0, 2 of 2 that are" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_is_the_last(tmp_path, with_store, monkeypatch):
+    started = []
+    monkeypatch.setattr(Experiment, "train_and_evaluate", lambda _, row, seed: started.append(row.name) or 75)
+    made = experiment(tmp_path, seeds=(0,), row_names=("slide_12l", "slide_13l"), **with_store)
+    assert made.make() == (75, []) and started == ["slide_12l"]
 
 
 def test_rows_that_are_the_same_model_share_a_run(tmp_path, with_store, monkeypatch):
-    started = {}
-    run = "meliad_like.experiments.experiment.run_processes"
-    monkeypatch.setattr(run, lambda commands, *_: started.update(commands) or (0, []))
-    experiment(tmp_path, "table3", seeds=(7,), **with_store).make()
-    command, log = started.pop("recurrent_window_512-7")
-    assert command[-3:] == ["--seeds=7", "--row=recurrent_window_512", "--row=states_512"]
-    assert log == tmp_path / "recurrent_window_512-7" / "log.txt"
-    timing, _ = started.pop("step_time")
-    assert timing[-1] == "--step_time" and "--here" in timing
-    assert len(started) == 9 and "states_512-7" not in started
+    started, timed = [], []
+    monkeypatch.setattr(Experiment, "train_and_evaluate", lambda _, row, seed: started.append((row.name, seed)) and 0)
+    monkeypatch.setattr(Experiment, "time_steps", timed.append)
+    made = experiment(tmp_path, "table3", seeds=(7,), **with_store)
+    made.make()
+    assert {("recurrent_window_512", 7), ("states_512", 7)} < set(started) and timed == [made]
+    folders = {result_file(tmp_path, made.table.row(name), 7).parent for name in ("recurrent_window_512", "states_512")}
+    assert folders == {tmp_path / "recurrent_window_512-7"}
 
 
 def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_named(tmp_path):
@@ -143,39 +146,6 @@ def test_vocabularies_that_are_too_large_for_a_scale_are_made_when_they_are_name
     assert [row.name for row in experiment(tmp_path, "table5", row_names=("sentencepiece_64k",)).rows] == [
         "sentencepiece_64k"
     ]
-
-
-def test_statuses_of_processes_are_reported(tmp_path):
-    commands = {f"{i}": (["sh", "-c", f"echo here; exit {i}"], tmp_path / "new" / f"{i}.txt") for i in range(4)}
-    status, failed = run_processes(commands, 2)
-    assert (status, sorted(failed)) == (0, [f"{i} (see {tmp_path}/new/{i}.txt)" for i in (1, 2, 3)])
-    assert (tmp_path / "new" / "3.txt").read_text() == "here\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path, number):
-    script = 'trap "echo saved; exit 75" TERM; echo begun; sleep 60 & wait'
-    commands = {name: (["bash", "-c", script], tmp_path / f"{name}.txt") for name in ("one", "two")}
-
-    def stop() -> None:
-        while not (tmp_path / "one.txt").exists() or "begun" not in (tmp_path / "one.txt").read_text():
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    before = signal.getsignal(number)
-    thread = threading.Thread(target=stop)
-    thread.start()
-    assert run_processes(commands, 1) == (75, [])
-    thread.join()
-    assert (tmp_path / "one.txt").read_text() == "begun\nsaved\n"
-    assert not (tmp_path / "two.txt").exists()
-    assert signal.getsignal(number) is before
-
-
-def test_side_by_side_each_run_has_one_thread(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a")
-    assert environment(side_by_side=True)["XLA_FLAGS"] == "--xla_a --xla_cpu_multi_thread_eigen=false"
-    assert environment(side_by_side=False)["XLA_FLAGS"] == "--xla_a"
 
 
 def test_steps_are_timed_alternately():
@@ -211,7 +181,7 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
     made = experiment(tmp_path, gin_params=("DecoderConfig.head_size = 8",), row_names=("slide_12l",), repeats=1)
     assert not made.timed
-    assert made.time_steps() == 0
+    made.time_steps()
     assert made.timed
     row = json.loads((tmp_path / "step_time.json").read_text())["rows"]["slide_12l"]
     # Parameters, momentum and second moments, in float32.
@@ -304,7 +274,7 @@ def test_columns_of_table_5(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["experiments", "table1", "--jobs=-3"], "flag --jobs=-3: -3 is not a non-negative integer"),
+        (["experiments", "table1", "--repeats=0"], "flag --repeats=0: 0 is not a positive integer"),
         (
             ["experiments", "table1", "--report", "--folder=none"],
             "nothing was evaluated yet in none: the same command without --report does that",

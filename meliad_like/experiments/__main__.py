@@ -11,12 +11,11 @@ memory_map                       maps of what memories hold, with documents made
 recurrence                       of Adding Recurrence to Pretrained Transformers; --load_dir=DIR is the pretrained model
 ancient_history                  of Ancient History Language Models; --load_dir=DIR is the pretrained model
 
-The same command resumes: finished runs are skipped, the others continue from their last checkpoint. With --row (and
---seeds) it is one of several jobs, on this machine or on others that share the folder or whose folders are copied
-together; --report then makes the table of the results that exist.
+Rows are made one after the other. The same command resumes: finished runs are skipped, the others continue from their
+last checkpoint. With --row (and --seeds) it is one of several jobs, on this machine or on others that share the folder
+or whose folders are copied together; --report then makes the table of the results that exist.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -29,7 +28,7 @@ TRAININGS = (*PAPERS, "memory_map", "mixers", "optimizers")
 PRETRAINED = ("recurrence", HISTORY)
 
 USED_BY = {
-    **dict.fromkeys(("seeds", "jobs", "here", "repeats", "step_time"), TRAININGS),
+    **dict.fromkeys(("seeds", "repeats", "step_time"), TRAININGS),
     **dict.fromkeys(("scored_tokens", "document_tokens"), (HISTORY,)),
     "load_dir": PRETRAINED,
 }
@@ -43,9 +42,6 @@ STORE = COMMAND.string("store", None, "Token store, made if it doesn't exist. De
 FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
 SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
 ROW = COMMAND.multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
-JOBS = COMMAND.integer(
-    "jobs", 0, "Runs at the same time; 0: one for each core where the models are small, otherwise one.", lower_bound=0
-)
 SPLIT = COMMAND.enum("split", "test", ["validation", "test"], "The split that is evaluated.")
 MAX_TOKENS = COMMAND.integer(
     "max_tokens", None, "Tokens to evaluate, of the beginnings of documents. Default: as the scale says.", lower_bound=1
@@ -60,17 +56,11 @@ DOCUMENT_TOKENS = COMMAND.integer(
 REPEATS = COMMAND.integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = COMMAND.bool("report", False, "Only make the table of the results that exist.")
 STEP_TIME = COMMAND.bool("step_time", False, "Only time the rows' steps; needs no documents.")
-HERE = COMMAND.bool(
-    "here", False, "Train in this process, one run after the other, instead of in a process for each; makes no table."
-)
 
 
 def main(subject: str) -> int:
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
-    if STEP_TIME.value:
-        # The time to compile is one of the figures.
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
     from meliad_like.experiments.tables import SUBJECTS, Table
@@ -98,9 +88,7 @@ def main(subject: str) -> int:
     else:
         seeds = tuple(map(int, SEEDS.value))
         experiment = Experiment(**settings, table=SUBJECTS[subject], seeds=seeds, repeats=REPEATS.value)
-        if HERE.value:
-            return experiment.time_steps() if STEP_TIME.value else experiment.make_here()
-        status, failed = (0, []) if REPORT.value else experiment.make(JOBS.value, STEP_TIME.value)
+        status, failed = (0, []) if REPORT.value else experiment.make(STEP_TIME.value)
     if status:
         return status
     text = experiment.report()

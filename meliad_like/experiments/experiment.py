@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from meliad_like import config
+from meliad_like.caches import without_compiled_programs
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.config.run import stages_of
 from meliad_like.data.preparation import prepare
@@ -27,7 +27,6 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.evaluations import by_document, by_protocol, facts
 from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdown
 from meliad_like.experiments.pictures import draw
-from meliad_like.experiments.processes import run_processes
 from meliad_like.experiments.report import (
     Results,
     gather,
@@ -51,7 +50,6 @@ from meliad_like.studies.memory_source import MemoryTasksSource
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 from meliad_like.training.metrics import read_rows
 
-LOG_NAME = "log.txt"
 HOW_TO_GET_ONE = (
     "python -m meliad_like.convert huggingface --input=FOLDER --output=DIR/checkpoints makes it from a folder of "
     "transformers"
@@ -100,36 +98,29 @@ class Experiment(Settings):
         """The config with which a row is trained: its own, but for rows whose training is that of another row."""
         return self.run(self.table.row(row.run_name), seed)
 
-    def command(self, *flags: str) -> list[str]:
-        """The command that makes rows of this table in a process of its own, with the flags that name them."""
-        task, *files = self.gin_files
-        settings = {"scale": self.scale_name, "task": task, "folder": self.folder, "split": self.split}
-        settings |= {"repeats": self.repeats, "max_tokens": self.max_tokens, "load_dir": self.load_dir or None}
-        several = [f"--gin_file={file}" for file in files] + [f"--gin_param={param}" for param in self.gin_params]
-        known = [f"--{name}={value}" for name, value in settings.items() if value is not None]
-        return [sys.executable, "-m", "meliad_like.experiments", self.table.name, "--here", *known, *several, *flags]
+    def make(self, only_step_time: bool = False) -> tuple[int, list[str]]:
+        """Trains, evaluates and times what is not finished, one row after the other.
 
-    def make(self, jobs: int = 0, only_step_time: bool = False) -> tuple[int, list[str]]:
-        """Trains, evaluates and times what is not finished, each run in a process. Returns as `run_processes` does.
-
-        `jobs` run at the same time; 0: one for each core if the scale's models are small, otherwise one.
+        Returns:
+          0, or the exit status of `run.training.train` after a signal; and the names of the rows that failed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        jobs = jobs or ((os.cpu_count() or 1) if self.scale.side_by_side else 1)
-        status, failed = (0, []) if only_step_time else run_processes(self._trainings(jobs), jobs)
+        unfinished, failed = [] if only_step_time else self._unfinished(), []
+        for number, (row, seed) in enumerate(unfinished, 1):
+            name = f"{row.name}-{seed}"
+            print(f"{name}, {number} of {len(unfinished)} that are not finished", flush=True)
+            try:
+                if status := self.train_and_evaluate(row, seed):
+                    return status, failed
+            except UserError as error:
+                print(f"failed {name}: {error}", flush=True)
+                failed.append(name)
+            # The next row has other programs.
+            jax.clear_caches()
         # A job of some rows leaves the timing to the command for all rows; pretrained models are too large to be timed.
-        not_timed = self.row_names or self.table.pretrained or self.timed
-        if status or (not_timed and not only_step_time):
-            return status, failed
-        # All in one process, with the environment of runs that are side by side.
-        rows = [f"--row={name}" for name in self.row_names]
-        timing = {"step_time": (self.command("--step_time", *rows), timing_file(self.folder).with_suffix(".log"))}
-        status, untimed = run_processes(timing, jobs)
-        return status, failed + untimed
-
-    def make_here(self) -> int:
-        """Trains and evaluates what is not finished, in this process; returns the exit status of `run.training`."""
-        return next(filter(None, (self.train_and_evaluate(*place) for place in self._unfinished())), 0)
+        if only_step_time or not (self.row_names or self.table.pretrained or self.timed):
+            self.time_steps()
+        return 0, failed
 
     def _unfinished(self) -> list[tuple[Row, int]]:
         """The rows and seeds that are not finished, seed by seed; makes their token stores if they don't exist."""
@@ -139,15 +130,6 @@ class Experiment(Settings):
             if not (Path(store).expanduser() / STORE_NAME).exists():
                 prepare(run.source, run.vocabulary, store)
         return places
-
-    def _trainings(self, jobs: int) -> dict[str, tuple[list[str], Path]]:
-        """The commands for unfinished runs, and the files of their logs; the rows that share a run are one command."""
-        flags: dict[str, list[str]] = {}
-        for row, seed in self._unfinished():
-            flags.setdefault(f"{row.run_name}-{seed}", [f"--seeds={seed}"]).append(f"--row={row.name}")
-        number = len({row.run_name for row in self.rows}) * len(self.seeds)
-        print(f"{number - len(flags)} of {number} runs are finished; {jobs} side by side", flush=True)
-        return {name: (self.command(*of_run), self.folder / name / LOG_NAME) for name, of_run in flags.items()}
 
     def finished(self, row: Row, seed: int) -> bool:
         """Whether a row is trained and evaluated on the split; UserError if the folder holds another run."""
@@ -203,8 +185,8 @@ class Experiment(Settings):
         """Whether all rows have been timed; times of different processes can't be compared."""
         return {row.run_name for row in self.rows} <= read_timing(self.folder).keys()
 
-    def time_steps(self) -> int:
-        """Times the training steps of all rows, in this process; returns the exit status."""
+    def time_steps(self) -> None:
+        """Times the training steps of all rows."""
         runs = {row.run_name: self.trained_run(row, seed=0) for row in self.rows}
         shares: dict[str, dict[str, float]] = {}
         parts: dict[Any, tuple[str, RunConfig]] = {}
@@ -220,7 +202,9 @@ class Experiment(Settings):
                 shares[name][part] = shares[name].get(part, 0.0) + share
         steps = {}
         for part, run in parts.values():
-            steps[part] = TimedStep(run, vocabulary_size(run), make_mesh(run.mesh))
+            # The time to compile is one of the figures.
+            with without_compiled_programs():
+                steps[part] = TimedStep(run, vocabulary_size(run), make_mesh(run.mesh))
             print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
         timing = time_in_turn(steps, self.repeats)
         timing["rows"] = {
@@ -228,7 +212,6 @@ class Experiment(Settings):
             for name, run in runs.items()
         }
         write_json(timing_file(self.folder), timing)
-        return 0
 
     def results(self) -> Results:
         """The results that exist; UserError if there is no folder."""

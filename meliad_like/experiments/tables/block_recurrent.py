@@ -15,7 +15,6 @@ SCALES = {
         layers=2,
         bindings=read_bindings("block_recurrent_tiny"),
         largest_vocabulary=8_000,
-        side_by_side=True,
     ),
     "small": Scale(divisor=4, bindings=read_bindings("block_recurrent_small"), largest_vocabulary=32_000),
     "paper": Scale(),

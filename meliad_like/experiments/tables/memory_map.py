@@ -9,7 +9,7 @@ TABLE = Table(
     (),
     compared="accuracy",
     # The sizes of the gin files are those that are meant.
-    scales={"tiny": Scale(side_by_side=True)},
+    scales={"tiny": Scale()},
     task="task/memory_map.gin",
     is_map=True,
 )

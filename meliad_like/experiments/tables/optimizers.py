@@ -8,6 +8,6 @@ TABLE = Table(
     read_rows("optimizer/table"),
     (Panel("bits_per_byte", ""), Panel("step_time", "")),
     # The sizes of the gin files are those that are meant.
-    scales={"tiny": Scale(side_by_side=True)},
+    scales={"tiny": Scale()},
     task="task/standard_library_tokens.gin",
 )

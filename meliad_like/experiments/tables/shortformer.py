@@ -19,7 +19,6 @@ SCALES = {
         layers=4,
         bindings=read_bindings("shortformer_tiny"),
         keep_share_of_warmup=True,
-        side_by_side=True,
         max_tokens=30_000,
         timed_tokens=200,
     ),

@@ -113,8 +113,6 @@ class Scale(Divisors):
     """Values by `Class.field` that replace those of the files."""
     largest_vocabulary: int | None = None
     """Rows with larger vocabularies of their own are only made if they are named."""
-    side_by_side: bool = False
-    """Whether one core for each model is the fastest way to train several."""
     keep_share_of_warmup: bool = False
     """Whether the warmup keeps its share of the steps, as stages do where the number of steps is not from `targets`."""
     lanes: int = 1
