@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from absl import app, flags, logging
 
 from meliad_like.caches import keep_compiled_programs
 from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, out_of_memory
-from meliad_like.remote import one_line
+from meliad_like.remote import Output, check_output, one_line
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig
@@ -38,6 +39,29 @@ GLIBC_OPTIONS = {-1: 2**31 - 1, -2: 64 << 20, -3: 32 << 20}
 """glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, in bytes. The last has its largest value:
 an array above it is always given back."""
 
+SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
+    "checkpoint": ("string", None, "Checkpoint folder, or the --workdir of a training.", {"required": True}),
+    "step": ("integer", None, "Which checkpoint. Default: the newest.", {}),
+    "store": ("string", None, "Token store. Default: the one that the model was trained with.", {}),
+    "split": ("string", "test", "train, validation or test.", {}),
+    "document": ("multi_string", [], "Name of a document to read. Repeatable. Default: all.", {}),
+    "document_tokens": (
+        "integer",
+        None,
+        "Tokens to read of each document, from its beginning. Default: all.",
+        {"lower_bound": 1},
+    ),
+    "max_tokens": (
+        "integer",
+        None,
+        "Read a random subset of the documents, of at most this size, the same each time. Default: all.",
+        {"lower_bound": 1},
+    ),
+    "vocabulary_size": ("integer", None, "Default: as store or config say.", {"lower_bound": 1}),
+    "batch_size": ("integer", 8, "Number of texts that are read at once.", {"lower_bound": 1}),
+}
+"""Flags that several commands have and that mean the same in all of them: type, default, help, other settings."""
+
 CONFIG_OF_CHECKPOINT = "the config comes from the checkpoint; --gin_param changes it"
 """Why `gin_file` has no effect on commands that open a checkpoint."""
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
@@ -54,7 +78,7 @@ class Command:
     def __init__(
         self,
         documentation: str | None,
-        subjects: Sequence[str] = (),
+        subjects: Sequence[str] | Mapping[str, str] = (),
         used_by: Mapping[str, Sequence[str]] | None = None,
         no_effect: Mapping[str, str] | None = None,
         words: bool = False,
@@ -62,13 +86,15 @@ class Command:
         """
         Args:
           documentation: a full sentence, then examples and explanations, for `--help`.
-          subjects: words of which the first argument must be one; it is passed to `main`.
+          subjects: words of which the first argument must be one; it is passed to `main`. A mapping has a
+            documentation of each, which `--help` after the word shows.
           used_by: the subjects for which a flag has an effect; with the others it is an error. Default: all.
           no_effect: the reason why `gin_file` or `gin_param` has no effect on this command, and is an error.
           words: whether arguments that are not flags, in any number, are passed to `main`.
         """
         self._documentation, self._subjects, self._words = documentation or "", subjects, words
         self._used_by, self._no_effect = used_by or {}, no_effect or {}
+        self._outputs: dict[str, Output] = {}
         self.flags = values = flags.FlagValues()
         self.string = functools.partial(flags.DEFINE_string, flag_values=values)
         self.integer = functools.partial(flags.DEFINE_integer, flag_values=values)
@@ -83,6 +109,22 @@ class Command:
         text = "One binding on top of the files, such as DecoderConfig.num_layers=3. Repeatable; the last wins."
         self.gin_param = self.multi_string("gin_param", [], text)
         values["verbosity"] = flags.FLAGS["verbosity"]
+
+    def shared(self, name: str, text: str = "", **changes: Any) -> flags.FlagHolder:
+        """A flag that other commands have, too (`SHARED`), with another text, default or setting where it needs one."""
+        kind, default, help_text, settings = SHARED[name]
+        settings = settings | changes
+        default = settings.pop("default", default)
+        return getattr(self, kind)(name, default, text or help_text, **settings)
+
+    def output(self, name: str, text: str, kind: "Output" = "file", **settings: Any) -> flags.FlagHolder[str | None]:
+        """A flag that names a file or folder for results. It is checked before `main` is called."""
+        self._outputs[name] = kind
+        return self.string(name, None, text, **settings)
+
+    def json(self, name: str, text: str) -> flags.FlagHolder[dict[str, Any]]:
+        """A flag whose value is a JSON object, by default an empty one."""
+        return flags.DEFINE(_JsonObject(), name, {}, text, self.flags, _JsonSerializer())
 
     def read_config(self) -> "RunConfig":
         """The run described by `--gin_file` and `--gin_param`."""
@@ -103,12 +145,16 @@ class Command:
         with closed_pipes():
             app.run(functools.partial(self._report, main), flags_parser=self._parse)
 
-    def help(self) -> str:
-        """The text of `--help`: the documentation, and all flags that have an effect."""
-        lines = [self._documentation.strip(), "", "Flags:"]
+    def help(self, subject: str | None = None) -> str:
+        """The text of `--help`: the documentation, and all flags that have an effect, perhaps on one subject."""
+        pages = self._subjects if isinstance(self._subjects, Mapping) else {}
+        lines = [pages.get(subject or "", self._documentation).strip(), "", "Flags:"]
         for name in self.flags:
-            if name not in self._no_effect and self.flags[name] is not self.flags["verbosity"]:
-                lines += _flag_help(self.flags[name], self._used_by.get(name, ()))
+            users = self._used_by.get(name, ())
+            if name in self._no_effect or self.flags[name] is self.flags["verbosity"]:
+                continue
+            if subject is None or not users or subject in users:
+                lines += _flag_help(self.flags[name], users if subject is None else ())
         return "\n".join(lines)
 
     def _report(self, main: Callable[..., int | None], argv: list[str]) -> int | None:
@@ -137,6 +183,9 @@ class Command:
         if self._subjects and (not words or words[0] not in self._subjects):
             problem = f"not {words[0]!r}" if words else "which is missing"
             raise UserError(f"the first argument must be {' or '.join(self._subjects)}, {problem}")
+        for name, kind in self._outputs.items():
+            if (path := self.flags[name].value) is not None:
+                check_output(path, name, kind)
         for name, reason in self._no_effect.items():
             if self.flags[name].value:
                 raise UserError(f"--{name} has no effect here: {reason}")
@@ -164,7 +213,7 @@ class Command:
 
     def _parse(self, argv: list[str]) -> list[str]:
         if any(word in HELP for word in argv):
-            print(self.help())
+            print(self.help(next((word for word in argv[1:2] if word in self._subjects), None)))
             sys.exit(0)
         try:
             words = self.flags(argv)
@@ -178,6 +227,28 @@ class Command:
         if self.flags["verbosity"].using_default_value:
             flags.FLAGS.verbosity = logging.WARNING
         return words
+
+
+class _JsonObject(flags.ArgumentParser[dict[str, Any]]):
+    """A JSON object."""
+
+    syntactic_help = "a JSON object"
+
+    def parse(self, argument: str | dict[str, Any]) -> dict[str, Any]:
+        if isinstance(argument, dict):
+            return argument
+        try:
+            value = json.loads(argument)
+        except ValueError as error:
+            raise ValueError(f"must be a JSON object: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError('must be a JSON object, such as {"name": [1, 2]}')
+        return value
+
+
+class _JsonSerializer(flags.ArgumentSerializer[dict[str, Any]]):
+    def serialize(self, value: dict[str, Any]) -> str:
+        return json.dumps(value)
 
 
 def keep_freed_memory() -> None:

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
-from meliad_like.remote import check_output
 
 if TYPE_CHECKING:
     from meliad_like.data.split import Documents
     from meliad_like.run.opening import OpenedCheckpoint
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
-STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
-SPLIT = COMMAND.string("split", "test", "train, validation or test.")
-STORE = COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
+CHECKPOINT = COMMAND.shared("checkpoint")
+STEP = COMMAND.shared("step")
+SPLIT = COMMAND.shared("split")
+STORE = COMMAND.shared("store")
 PREPARE = COMMAND.bool("prepare", False, "Make the token store first, if it is not there.")
-OUTPUT = COMMAND.string("output", None, "JSON file to write, with a row for each document.")
-MAX_TOKENS = COMMAND.integer("max_tokens", None, "Evaluate a random subset of the documents, of at most this size.")
+OUTPUT = COMMAND.output("output", "JSON file to write, with a row for each document.")
+MAX_TOKENS = COMMAND.shared("max_tokens")
 COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
 PROTOCOL = COMMAND.multi_enum(
     "protocol", [], ["segments", "sliding", "token_by_token"],
@@ -100,8 +99,6 @@ def _check_flags() -> None:
     ):
         if flag.present and not has_effect:
             raise UserError(f"--{flag.name} has no effect {needed}: leave it out")
-    if OUTPUT.value is not None:
-        check_output(OUTPUT.value, OUTPUT.name)
 
 
 def _compare_protocols(opened: "OpenedCheckpoint", split: "Documents") -> None:

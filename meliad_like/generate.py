@@ -13,16 +13,15 @@ from pathlib import Path
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError, reading
-from meliad_like.remote import check_output
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.string("checkpoint", None, "Folder of ours or of transformers.", required=True)
-STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+CHECKPOINT = COMMAND.shared("checkpoint", "Folder of ours or of transformers.")
+STEP = COMMAND.shared("step")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
 PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
 DOCUMENT = COMMAND.string("document", None, "Name of a document of the token store whose beginning is continued.")
-DOCUMENT_TOKENS = COMMAND.integer("document_tokens", 2000, "How much of --document is read.", lower_bound=1)
-STORE = COMMAND.string("store", None, "Token store of --document. Default: the one of the training.")
+DOCUMENT_TOKENS = COMMAND.shared("document_tokens", "Tokens to read of --document.", default=2000)
+STORE = COMMAND.shared("store")
 ECHO = COMMAND.integer("echo", 0, "Show this number of last characters of the prompt first.", lower_bound=0)
 TOKENS = COMMAND.integer("tokens", 200, "Tokens to write, at most.", lower_bound=0)
 TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: always the most likely token.")
@@ -32,15 +31,14 @@ SEED = COMMAND.integer("seed", None, "Default: 0, or that in --load_carry.", low
 STOP_AT_END = COMMAND.bool(
     "stop_at_end", True, "Whether the end of the document ends the text. If not, it is never sampled, or ends a line."
 )
-SAVE_CARRY = COMMAND.string("save_carry", None, "File for the carry, to resume from later.")
+SAVE_CARRY = COMMAND.output("save_carry", "File for the carry, to resume from later.")
 LOAD_CARRY = COMMAND.string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
 CHUNK = COMMAND.integer("chunk", None, "Tokens that are printed at a time. Default: 8, then up to 64.", lower_bound=1)
 
 
 def main() -> None:
     prompt = _given_text()
-    if saves := SAVE_CARRY.value is not None:
-        check_output(SAVE_CARRY.value, SAVE_CARRY.name)
+    saves = SAVE_CARRY.value is not None
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
 

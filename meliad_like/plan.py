@@ -7,9 +7,7 @@ the least time that these take. If a step does not fit, the exit status is 1, an
 named.
 """
 
-import json
 import os
-from pathlib import Path
 
 from meliad_like.command_line import Command
 
@@ -17,12 +15,12 @@ COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string(
     "topology", None, "TPUs (v4:2x2x4 or v4-32, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
 )
-VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
+VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
 ALL = ["training", "evaluation", "decoding"]
 PROGRAMS = COMMAND.multi_enum("program", ALL, ALL, "What to compile.")
 QUICK = COMMAND.bool("quick", False, "Compile with the least effort: much sooner, activations up to 20 % larger.")
-OUTPUT = COMMAND.string("output", None, "JSON file for the figures.")
+OUTPUT = COMMAND.output("output", "JSON file for the figures.")
 
 
 def main() -> int:
@@ -36,6 +34,7 @@ def main() -> int:
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
     from meliad_like.planning.topology import GIB, open_topology
+    from meliad_like.resumable import write_json
     from meliad_like.run.setup import vocabulary_size
 
     topology = open_topology(TOPOLOGY.value)
@@ -45,7 +44,7 @@ def main() -> int:
         planned = list(needs(run, size, topology, **options))
     console.print(report.table(planned).to_rich())
     if OUTPUT.value:
-        Path(OUTPUT.value).write_text(json.dumps(report.to_json(planned), indent=2) + "\n")
+        write_json(OUTPUT.value, report.to_json(planned))
     too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in planned if not need.fits]
     if not too_large:
         return 0

@@ -13,7 +13,7 @@ COMMAND = Command(__doc__, no_effect=dict.fromkeys(("gin_file", "gin_param"), "t
 WORKDIR = COMMAND.multi_string("workdir", None, "Folder of a run. Repeatable, for one picture.", required=True)
 METRIC = COMMAND.string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
 EVALUATION = COMMAND.string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
-OUTPUT = COMMAND.string("output", None, "The picture. Default: METRIC.png in the first run's folder, if on a disk.")
+OUTPUT = COMMAND.output("output", "The picture. Default: METRIC.png in the first run's folder, if on a disk.")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from etils import epath
 from fsspec.config import conf
@@ -20,6 +20,8 @@ from meliad_like.errors import UserError
 # The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 CHUNK_BYTES = 1 << 24
+Output = Literal["file", "folder", "any"]
+"""What results are written to."""
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -97,15 +99,18 @@ def flush_all(folder: str | os.PathLike[str]) -> None:
     flush(Path(folder).parent)
 
 
-def check_output(path: epath.PathLike, flag: str) -> None:
+def check_output(path: epath.PathLike, flag: str, kind: Output = "file") -> None:
     """Checks before the work that its results can be written to the path given as `flag`."""
     if is_remote(path):
         return
-    if Path(path).is_dir():
+    place = Path(path).absolute()
+    if kind == "file" and place.is_dir():
         raise UserError(f"--{flag}={path} is a folder: name a file in it")
-    parent = next(parent for parent in Path(path).absolute().parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write --{flag}={path}: {parent} is not a folder that can be written to")
+    if kind == "folder" and place.exists() and not place.is_dir():
+        raise UserError(f"--{flag}={path} is a file: name a folder")
+    folder = place if place.is_dir() else next(parent for parent in place.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write --{flag}={path}: {folder} is not a folder that can be written to")
 
 
 def write_whole(path: epath.PathLike, content: str | bytes) -> None:

@@ -28,7 +28,8 @@ texts = {}
 for name in json.loads(sys.argv[1]):
     package = importlib.util.find_spec(f"meliad_like.{name}").submodule_search_locations
     command = importlib.import_module(f"meliad_like.{name}" + (".__main__" if package else "")).COMMAND
-    texts[name] = [command.help(), list(command.flags)]
+    subjects = {subject: command.help(subject) for subject in command._subjects}
+    texts[name] = [command.help(), list(command.flags), sorted(command._outputs), subjects]
 print(json.dumps(texts))
 """
 
@@ -42,7 +43,7 @@ def texts():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_an_example_and_every_flag_with_the_gin_files_first(texts, name):
-    text, flags = texts[name]
+    text, flags, *_ = texts[name]
     assert f"\n    meliad_like {name} " in text
     shown = re.findall(r"(?m)^  --(?:\[no\])?(\w+)", text)
     hidden = {"v", "verbosity"} | ({"gin_file", "gin_param"} - set(shown))
@@ -50,6 +51,36 @@ def test_help_shows_an_example_and_every_flag_with_the_gin_files_first(texts, na
     if "gin_file" in shown:
         assert shown[:2] == ["gin_file", "gin_param"]
     assert "repeat this option" not in text
+
+
+OUTPUTS = {"output", "heat_map", "save_carry"}
+"""Flags that name a file or folder of results."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_output_is_checked_before_the_work(texts, name):
+    _, flags, checked, _ = texts[name]
+    assert OUTPUTS & set(flags) <= set(checked)
+
+
+def test_an_output_that_can_not_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    words = ["--gin_file=size/tiny.gin", "--topology=cpu:1"]
+    for path, message in (
+        (f"{tmp_path}/file/plan.json", f"{tmp_path}/file is not a folder that can be written to"),
+        (tmp_path, "is a folder: name a file in it"),
+    ):
+        done = forked.run("-m", "meliad_like.plan", *words, f"--output={path}")
+        assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+
+
+def test_a_subject_has_help_of_its_own(texts):
+    pages = texts["convert"][3]
+    assert "--reverse" in pages["meliad"] and "--[no]reverse" not in pages["stablehlo"]
+    assert all(f"meliad_like convert {name} " in page for name, page in pages.items())
+    assert len(set(pages.values())) == len(pages)
+    done = forked.run("-m", "meliad_like", "studies", "gates", "--help")
+    assert "--split" in done.stdout and "--kind" not in done.stdout
 
 
 def test_help_says_what_is_required_what_the_default_is_and_what_a_flag_is_for():

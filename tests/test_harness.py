@@ -27,7 +27,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyCon
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.harness.__main__ import import_harness, write_heat_map
+from meliad_like.harness.__main__ import draw_heat_map, import_harness, needle_maps
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run.opening import write_checkpoint
@@ -74,19 +74,33 @@ def test_needles_by_length_and_depth(tmp_path, capsys):
     """The first answer's place in the document says the depth, and the document's own length which score counts."""
 
     def sample(num_before, length, score):
-        document = {"input": num_before * "a" + "7" + (99 - num_before) * "b", "outputs": ["7"], "max_length": length}
-        return {"doc": document, "4096": -1.0, str(length): score}
+        text = num_before * "a" + "One of the special magic numbers for x is: 7." + (955 - num_before) * "7"
+        return {"doc": {"input": text, "outputs": ["7"], "max_length": length}, "4096": -1.0, str(length): score}
 
-    samples = [sample(0, 1024, 1.0), sample(9, 1024, 0.0), sample(99, 1024, 1.0), sample(99, 4096, 0.25)]
-    written = write_heat_map({"niah": samples, "other": [{"doc": {"input": "a"}}]}, tmp_path / "map.png")
-    (scores,) = written.values()
-    assert scores["depth"] == ["0 to 10 %", "90 to 100 %"]
-    assert scores["1,024 tokens"] == [0.5, 1.0]
-    assert scores["4,096 tokens"] == [None, 0.25]
+    samples = [sample(0, 1024, 1.0), sample(49, 1024, 0.0), sample(955, 1024, 1.0), sample(955, 4096, 0.25)]
+    maps = needle_maps({"niah": samples, "other": [{"doc": {"input": "a"}}]})
+    assert list(maps) == ["niah"]
+    assert maps["niah"].index.tolist() == ["0 to 10 %", "90 to 100 %"]
+    np.testing.assert_array_equal(maps["niah"], [[0.5, np.nan], [1.0, 0.25]])
+    assert maps["niah"].columns.tolist() == ["1,024 tokens", "4,096 tokens"]
+    draw_heat_map(maps, tmp_path / "map.png")
     assert "90 to 100 %" in capsys.readouterr().out
     assert (tmp_path / "map.png").stat().st_size > 0
     with pytest.raises(UserError, match="none of the tasks has needles"):
-        write_heat_map({"other": [{"doc": {"input": "a"}}]}, tmp_path / "map.png")
+        draw_heat_map({}, tmp_path / "map.png")
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    # HotpotQA as RULER asks it: a "no" is in every text, and a "yes" in none.
+    ("The following are given documents.\n\nDocument 1:\nNothing is known.\n\nAre both from the UK?", "no"),
+    ("The following are given documents.\n\nDocument 1:\nBoth are British.\n\nAre both from the UK?", "yes"),
+    # Its most frequent words, and the values of variables.
+    ("The words: wolf fox wolf. What are the 2 most common words?", "wolf"),
+    ("VAR ABC = 12345 VAR DEF = VAR ABC. Find all variables that are assigned the value 12345.", "ABC"),
+])  # fmt: skip
+def test_tasks_without_needles_have_no_map(text, answer):
+    document = {"input": text, "outputs": [answer], "max_length": 4096}
+    assert needle_maps({"qa": [{"doc": document, "4096": 1.0}]}) == {}
 
 
 def requests(kind, arguments):
@@ -263,6 +277,12 @@ def test_mistakes_are_named(tmp_path):
 
     refused("error: there is no task file none.yaml", "--tasks=none.yaml")
     refused("error: --log_samples has no effect without --output", "--tasks=none.yaml", "--log_samples")
+
+
+@pytest.mark.parametrize("value", ["[4096]", "4096", "{max_seq_lengths: 4096}"])
+def test_metadata_must_be_an_object(value):
+    done = forked.run("-m", "meliad_like.harness", "--checkpoint=a", "--tasks=b", f"--metadata={value}")
+    assert done.returncode == 2 and f"error: flag --metadata={value}: must be a JSON object" in done.stderr
 
 
 def test_a_missing_harness_is_named(monkeypatch):

@@ -212,7 +212,7 @@ def test_missing_things_are_named(runs, tmp_path):
         ),
         (["compare", "--gin_file=x"], "--gin_file has no effect here"),
         # Before the checkpoint is looked for.
-        (["gates", f"--output={__file__}"], f"{__file__}: File exists; name another path"),
+        (["gates", f"--output={__file__}"], "test_studies.py is a file: name a folder"),
     ],
 )
 def test_the_command_line_is_checked(arguments, message):

@@ -1,5 +1,6 @@
 """Pictures: curves of a run's metrics, and maps of shares."""
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from meliad_like.errors import UserError
-from meliad_like.remote import any_path
+from meliad_like.remote import any_path, write_whole
 from meliad_like.resumable import read_json
 from meliad_like.training.metrics import FILE_NAME, read_rows
 
@@ -79,8 +80,14 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
     # Outside of the axes, where it covers no curve.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    save(figure, output)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture atomically, in the format of the path's suffix."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.lower().removeprefix(".") or "png")
+    write_whole(path, content.getvalue())
 
 
 def draw_map(axes: Axes, shares: pd.DataFrame, lowest: float = 0.0) -> None:

@@ -39,7 +39,7 @@ COMMAND = Command(__doc__, subjects=(*TRAININGS, HISTORY), used_by=USED_BY)
 SCALE = COMMAND.enum("scale", "tiny", ["tiny", "small", "paper"], "How large the models and the runs are.")
 TASK = COMMAND.string("task", None, "Gin file of the documents and their vocabulary. Default: as the table says.")
 STORE = COMMAND.string("store", None, "Token store, made if it doesn't exist. Default: the one of the task.")
-FOLDER = COMMAND.string("folder", None, "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.")
+FOLDER = COMMAND.output("folder", "Folder of runs and results. Default: runs/experiments/TABLE_SCALE.", "folder")
 SEEDS = COMMAND.list("seeds", ["0", "1", "2"], "Seeds of parameters and of the order of documents; one run for each.")
 ROW = COMMAND.multi_string("row", [], "Name of a row to make. Repeatable. Default: all rows of the scale.")
 SPLIT = COMMAND.enum("split", "test", ["validation", "test"], "The split that is evaluated.")
@@ -50,8 +50,8 @@ LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder of the pretrained
 SCORED_TOKENS = COMMAND.integer(
     "scored_tokens", None, "Tokens of documents to score. Default: as the scale says.", lower_bound=1
 )
-DOCUMENT_TOKENS = COMMAND.integer(
-    "document_tokens", None, "Tokens to read of each document. Default: as the scale says.", lower_bound=2
+DOCUMENT_TOKENS = COMMAND.shared(
+    "document_tokens", "Tokens to read of each document, from its beginning. Default: as the scale says.", lower_bound=2
 )
 REPEATS = COMMAND.integer("repeats", 15, "Rounds of timed steps.", lower_bound=1)
 REPORT = COMMAND.bool("report", False, "Only make the table of the results that exist.")

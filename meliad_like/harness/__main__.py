@@ -13,25 +13,19 @@ from typing import Any
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
-from meliad_like.remote import check_output, write_whole
-from meliad_like.resumable import parse_json
+from meliad_like.remote import write_whole
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.string(
-    "checkpoint",
-    None,
-    "Checkpoint folder, the --workdir of a training, or a folder of transformers.",
-    required=True,
+CHECKPOINT = COMMAND.shared(
+    "checkpoint", "Checkpoint folder, the --workdir of a training, or a folder of transformers."
 )
-STEP = COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+STEP = COMMAND.shared("step")
 TASKS = COMMAND.list("tasks", None, "Names of tasks, or YAML files of tasks, with commas.", required=True)
 INCLUDE_PATH = COMMAND.multi_string("include_path", [], "A folder with further tasks. Repeatable.")
 NUM_FEWSHOT = COMMAND.integer("num_fewshot", None, "Examples in each context. Default: the task's.", lower_bound=0)
-METADATA = COMMAND.string(
-    "metadata", "{}", "Settings of tasks that make their own documents, such as RULER's, as JSON."
-)
+METADATA = COMMAND.json("metadata", "JSON object: settings of tasks that make their own documents, such as RULER's.")
 LIMIT = COMMAND.integer("limit", None, "Only this number of first items of each task.", lower_bound=1)
-BATCH_SIZE = COMMAND.integer("batch_size", 8, "Number of texts that are read in parallel.", lower_bound=1)
+BATCH_SIZE = COMMAND.shared("batch_size")
 FIRST_TOKENS = COMMAND.bool(
     "first_tokens",
     False,
@@ -39,31 +33,26 @@ FIRST_TOKENS = COMMAND.bool(
     "For models trained so.",
 )
 LOG_SAMPLES = COMMAND.bool("log_samples", False, "Write the items with the model's answers to --output, too.")
-OUTPUT = COMMAND.string("output", None, "JSON file for the results.")
-HEAT_MAP = COMMAND.string("heat_map", None, "PNG file: scores of needle tasks by length and depth (RULER's).")
+OUTPUT = COMMAND.output("output", "JSON file for the results.")
+HEAT_MAP = COMMAND.output("heat_map", "PNG file: scores of needle tasks by length and depth (RULER's).")
 
 
 def main() -> None:
-    if OUTPUT.value is not None:
-        check_output(OUTPUT.value, OUTPUT.name)
-    elif LOG_SAMPLES.value:
+    if OUTPUT.value is None and LOG_SAMPLES.value:
         raise UserError("--log_samples has no effect without --output: name a file")
-    if HEAT_MAP.value is not None:
-        check_output(HEAT_MAP.value, HEAT_MAP.name)
     lm_eval = import_harness()
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
 
     from meliad_like.harness.model import HarnessModel, tokenizer_for_tasks
 
-    metadata = parse_json(METADATA.value, "--metadata")
     files = [task for task in TASKS.value if Path(task).suffix in (".yaml", ".yml")]
     names = [task for task in TASKS.value if task not in files]
     # The harness needs seconds to find its own tasks.
     tasks = TaskManager(
         include_path=INCLUDE_PATH.value,
         include_defaults=bool(names),
-        metadata={"tokenizer": CHECKPOINT.value} | metadata,
+        metadata={"tokenizer": CHECKPOINT.value} | METADATA.value,
     )
     if missing := [file for file in files if not Path(file).exists()]:
         raise UserError(f"there is no task file {missing[0]}")
@@ -83,31 +72,42 @@ def main() -> None:
         )
     assert results is not None
     print(make_table(results))
-    if HEAT_MAP.value is not None:
-        results["needles"] = write_heat_map(results["samples"], HEAT_MAP.value)
-        if not LOG_SAMPLES.value:
-            del results["samples"]
+    maps = needle_maps(results["samples"]) if HEAT_MAP.value is not None else {}
+    if maps:
+        results["needles"] = {
+            # NaN, where no document has that depth and length, is null in JSON.
+            task: cells.astype(object).where(cells.notna(), None).reset_index().to_dict("list")
+            for task, cells in maps.items()
+        }
+    if not LOG_SAMPLES.value:
+        results.pop("samples", None)
+    # Before anything is drawn, so that the results are there whatever happens.
     if OUTPUT.value is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         write_whole(OUTPUT.value, text + "\n")
         print(f"wrote {OUTPUT.value}")
+    if HEAT_MAP.value is not None:
+        draw_heat_map(maps, HEAT_MAP.value)
 
 
-def write_heat_map(samples: dict[str, list[Any]], path: str) -> dict[str, Any]:
-    """Draws and prints the scores of the needle tasks by length and depth, and returns them for JSON."""
+def needle_maps(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    """The scores of the needle tasks by length and depth; other tasks are left out."""
+    from meliad_like.harness.needles import by_depth
+
+    return {task: cells for task, of_task in samples.items() if len(cells := by_depth(of_task))}
+
+
+def draw_heat_map(maps: dict[str, Any], path: str) -> None:
+    """Draws and prints the maps. Raises a UserError if there are none."""
     from rich.console import Console
 
-    from meliad_like.harness.needles import by_depth, depth_table, draw_needles
+    from meliad_like.harness.needles import depth_table, draw_needles
 
-    maps = {task: cells for task, of_task in samples.items() if len(cells := by_depth(of_task))}
     if not maps:
         raise UserError("--heat_map: none of the tasks has needles and lengths; RULER's do, such as niah_single_1")
     for task, cells in maps.items():
         Console().print(depth_table(task, cells).to_rich())
     draw_needles(maps, Path(path))
-    # NaN, where no document has that depth and length, is null in JSON.
-    known = {task: cells.astype(object).where(cells.notna(), None) for task, cells in maps.items()}
-    return {task: cells.reset_index().to_dict("list") for task, cells in known.items()}
 
 
 def import_harness() -> Any:

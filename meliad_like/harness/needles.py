@@ -1,5 +1,6 @@
 """The scores of needle tasks (RULER; Hsieh et al. 2024) by a document's length and the depth of the needle in it."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.pictures import draw_map
+from meliad_like.evaluation.pictures import draw_map, save
 from meliad_like.tables import Table
 
+NEEDLE = r"special magic \S+ for [^\n]+? is: "
+"""The beginning of the sentence that hides an answer, in RULER's needle tasks alone."""
 NUM_DEPTHS = 10
 """The number of parts of a document whose needles are counted together."""
 
@@ -18,15 +21,18 @@ def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Mean scores: a row for each part of the documents, a column for each length in tokens.
 
     Args:
-      samples: those of a task, as the harness logs them. Those without a needle are left out. The depth is that of the
-        first answer's first character, as a share of the document's characters.
+      samples: those of a task, as the harness logs them. Those without a needle are left out: RULER's other tasks have
+        the same fields, and answers that are in the text by chance. The depth is that of the first answer's first
+        character, as a share of the document's characters.
     """
     rows = []
     for sample in samples:
         document = sample["doc"]
-        if {"input", "outputs", "max_length"} <= document.keys():
-            depth = document["input"].index(document["outputs"][0]) / len(document["input"])
-            length = document["max_length"]
+        if not {"input", "outputs", "max_length"} <= document.keys():
+            continue
+        text, answer, length = document["input"], document["outputs"][0], document["max_length"]
+        if needle := re.search(NEEDLE + f"({re.escape(answer)})", text):
+            depth = needle.start(1) / len(text)
             rows.append((int(depth * NUM_DEPTHS), length, sample[str(length)]))
     scores = pd.DataFrame(rows, columns=["depth", "length", "score"])
     cells = scores.pivot_table("score", "depth", "length")
@@ -45,4 +51,4 @@ def draw_needles(scores: Mapping[str, pd.DataFrame], path: Path) -> None:
     for axes, (task, cells) in zip(picture.subplots(len(scores), squeeze=False)[:, 0], scores.items()):
         draw_map(axes, cells)
         axes.set(ylabel="depth of the needle", title=task)
-    picture.savefig(path)
+    save(picture, path)

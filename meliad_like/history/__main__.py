@@ -28,19 +28,13 @@ USED_BY = {
 
 COMMAND = Command(__doc__, subjects=COMMANDS, used_by=USED_BY)
 
-COMMAND.string("checkpoint", None, "Checkpoint folder of the frozen model.", required=True)
-COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
-COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
-COMMAND.string("split", None, "Split that is read. Default: train for score, otherwise test.")
-OUTPUT = COMMAND.string("output", None, "Folder of the results; made if needed.", required=True)
-DOCUMENT = COMMAND.multi_string("document", [], "Name of a document. Repeatable. Default: all of the split.")
-COMMAND.integer(
-    "document_tokens", None, "Tokens that are read of each document, from its beginning. Default: all.", lower_bound=2
-)
-COMMAND.integer(
-    "max_tokens", None, "Size of a random subset of the documents, the same each time. Default: all.", lower_bound=1
-)
-COMMAND.integer("batch_size", 16, "Sequences that the model reads at once.", lower_bound=1)
+for name in ("checkpoint", "step", "store", "max_tokens"):
+    COMMAND.shared(name)
+COMMAND.shared("split", "train, validation or test. Default: train for score, otherwise test.", default=None)
+DOCUMENT = COMMAND.shared("document")
+COMMAND.shared("document_tokens", lower_bound=2)
+COMMAND.shared("batch_size", default=16)
+OUTPUT = COMMAND.output("output", "Folder of the results; made if needed.", "folder", required=True)
 SELECTION = COMMAND.multi_enum(
     "selection", [], SELECTIONS, "What ranks the spans. Repeatable; evaluate always adds random and overlap_oracle."
 )

@@ -36,16 +36,16 @@ COMMAND = Command(
     no_effect={"gin_file": CONFIG_OF_CHECKPOINT},
 )
 
-COMMAND.string("checkpoint", None, "Checkpoint folder, or the --workdir of a training.", required=True)
-COMMAND.integer("step", None, "Which checkpoint. Default: the newest.")
+COMMAND.shared("checkpoint")
+COMMAND.shared("step")
 COMMAND.multi_string(
     "other", [], "Checkpoint to compare with; --gin_param then holds for it. Default: the same with those settings."
 )
 COMMAND.integer("other_step", None, "Which checkpoint of the others. Default: the newest.")
-COMMAND.string("split", "test", "train, validation or test.")
-COMMAND.string("store", None, "Token store. Default: the one that the model was trained with.")
-COMMAND.string("output", None, "Folder for the page and the numbers, made if it doesn't exist.", required=True)
-COMMAND.multi_string("document", [], "Name of a document to read. Repeatable. Default: random ones.")
+COMMAND.shared("split")
+COMMAND.shared("store")
+COMMAND.output("output", "Folder for the page and the numbers; made if needed.", "folder", required=True)
+COMMAND.shared("document", "Name of a document to read. Repeatable. Default: random ones.")
 COMMAND.integer(
     "num_documents",
     None,
