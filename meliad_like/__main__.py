@@ -9,7 +9,7 @@ from meliad_like import __version__
 from meliad_like.command_line import HELP, closed_pipes
 
 COMMANDS = (
-    *("prepare", "train", "evaluate", "generate", "plot", "convert", "configs", "describe", "smoke", "plan"),
+    *("prepare", "train", "evaluate", "generate", "plot", "convert", "describe", "plan"),
     *("experiments", "studies", "harness", "history"),
 )
 """The commands: modules of the package, each imported only when it is called."""

@@ -1,22 +1,33 @@
-"""Shows a run before it is trained: its whole config, its parameters, its memory, and the cost of a token.
+"""Shows a run before it is trained, or lists the gin files and rows of tables of which runs are made.
 
+    meliad_like describe table3 states          # those with these words in their names or descriptions
+    meliad_like describe bias_skip              # a name of google-research/meliad
     meliad_like describe --gin_file=size/large_1200m.gin --gin_file=block_recurrent/fixed_skip.gin
 
-Activations are not included, because only the compiler knows them: `meliad_like plan` compiles the run.
+Of a run it shows the whole config, its parameters, its memory, and the cost of a token. Activations are not included,
+because only the compiler knows them: `meliad_like plan` compiles the run. Files and rows combine, as gin/README.md says.
 """
 
 import os
+from collections.abc import Sequence
 
 from meliad_like.command_line import Command
+from meliad_like.errors import UserError
 
-COMMAND = Command(__doc__)
-VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Default: as store or config say.", lower_bound=1)
+COMMAND = Command(__doc__, words=True)
+VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
 CONFIG = COMMAND.bool("config", True, "Whether to show the config.")
 
 
-def main() -> None:
+def main(*words: str) -> int:
     # Nothing is computed, so an accelerator, which another program may use, is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if not COMMAND.gin_flags:
+        if flag := next((flag for flag in (VOCABULARY_SIZE, CONFIG) if flag.present), None):
+            raise UserError(f"--{flag.name} has no effect without --gin_file, which lists files")
+        return list_files(words)
+    if words:
+        raise UserError(f"unexpected argument {words[0]!r}: words are for listing files, without --gin_file")
     run = COMMAND.read_config()
     from rich.console import Console
 
@@ -30,6 +41,24 @@ def main() -> None:
         print(to_gin(run))
     Console().print(description.table().to_rich())
     print(f"with a vocabulary of {size:,} tokens; activations come on top: meliad_like plan shows them")
+    return 0
+
+
+def list_files(words: Sequence[str]) -> int:
+    """Prints the gin files and rows whose names or descriptions have all words; returns 1 if there are none."""
+    from meliad_like.config import about, shipped_files, shipped_rows
+    from meliad_like.conversion.meliad_gin import FILES
+
+    descriptions = {name: about(name) for name in (*shipped_files(), *shipped_rows())}
+    for name, theirs in FILES.items():
+        descriptions[name] += f" The reference's {theirs}."
+    texts = {name: f"{name} {description}".lower() for name, description in descriptions.items()}
+    names = [name for name, text in texts.items() if all(word.lower() in text for word in words)]
+    for name in names:
+        print(f"{name:<{max(map(len, names))}}  {descriptions[name]}")
+    if not names:
+        print(f"no gin file or row has {' and '.join(map(repr, words))} in its name or description")
+    return int(not names)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
 """Trains a model, or resumes its training.
 
     meliad_like train --gin_file=quickstart.gin --workdir=runs/quickstart
+    meliad_like train --smoke --gin_file=size/large_1200m.gin --gin_file=task/pg19_tokens.gin
 
 With several processes the command is started once for each, with the same files and working folder: `--distributed`
 on a cluster that jax detects, otherwise with `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
 from meliad_like.command_line import Command
+from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__)
-WORKDIR = COMMAND.string("workdir", None, "Folder of the run: config, checkpoints, metrics.", required=True)
+WORKDIR = COMMAND.string("workdir", None, "Required but with --smoke. Folder of config, checkpoints, metrics.")
+SMOKE = COMMAND.bool(
+    "smoke",
+    False,
+    "Only try the run, made small: it trains, is killed, resumes, evaluates and writes text, in a minute or two.",
+)
 LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
 PROFILE_STEPS = COMMAND.string("profile_steps", None, "FIRST:LAST, such as 10:15: a trace of them in WORKDIR/profile.")
 DISTRIBUTED = COMMAND.bool("distributed", False, "One process of a cluster that jax detects: TPU pod, SLURM, GKE, MPI.")
@@ -20,6 +27,14 @@ PROCESS_ID = COMMAND.integer("process_id", None, "Needed with --coordinator_addr
 
 
 def main() -> int:
+    workdir = WORKDIR.value
+    if SMOKE.value:
+        from meliad_like.planning.smoke import smoke
+
+        smoke(COMMAND.read_config(), workdir, COMMAND.gin_flags)
+        return 0
+    if workdir is None:
+        raise UserError("--workdir is missing: name the folder of the run")
     run = COMMAND.read_config()
     from meliad_like.run.training import train
     from meliad_like.training.loop import parse_steps
@@ -29,7 +44,7 @@ def main() -> int:
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if DISTRIBUTED.value or any(value is not None for value in place):
         initialize_distributed(*place, JOIN_SECONDS.value)
-    return train(run, WORKDIR.value, LOAD_DIR.value, profile_steps)
+    return train(run, workdir, LOAD_DIR.value, profile_steps)
 
 
 if __name__ == "__main__":

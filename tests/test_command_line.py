@@ -125,11 +125,11 @@ def test_one_command_runs_all():
 
 TWO = """
 import sys
-from meliad_like import configs, describe
-for command, *words in ((configs, "1024", "TABLE3/"), (configs, "no such"), (describe, "--noconfig", *sys.argv[1:])):
+from meliad_like import describe
+for words in (["1024", "TABLE3/"], ["no such"], ["--noconfig", *sys.argv[1:]]):
     sys.argv[1:] = words
     try:
-        command.COMMAND.run(command.main)
+        describe.COMMAND.run(describe.main)
     except SystemExit as ended:
         print("status", ended.code)
 """

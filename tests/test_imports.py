@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parent.parent / "meliad_like"
 
 LEVELS = [
     {"__main__"},
-    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "configs", "describe", "smoke", "harness"},
+    {"train", "evaluate", "generate", "prepare", "convert", "plan", "plot", "describe", "harness"},
     {"experiments"},
     {"history"},
     {"studies", "planning", "conversion"},

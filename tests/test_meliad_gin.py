@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from meliad_like import configs
+from meliad_like import describe
 from meliad_like.config import parse
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.conversion.meliad_gin import convert_meliad_gin, read_bindings, recipe_of
@@ -178,5 +178,5 @@ def test_the_reference_s_files():
 
 
 def test_configs_by_their_names(capsys):
-    configs.main("bias_skip")
+    describe.list_files(["bias_skip"])
     assert capsys.readouterr().out.startswith("block_recurrent/fixed_skip.gin ")

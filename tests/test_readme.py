@@ -66,9 +66,7 @@ def test_every_entry_point_is_shown():
         "studies",
         "experiments",
         "history",
-        "configs",
         "describe",
-        "smoke",
         "harness",
     }
 

@@ -13,9 +13,9 @@ from meliad_like.config.run import stages_of
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.planning.smoke import copy_documents, train_until_killed
 from meliad_like.registry import configs_in
 from meliad_like.run.shrinking import shrink
-from meliad_like.smoke import copy_documents, train_until_killed
 
 SIZES = [name for name in NAMES if name.startswith("size/")]
 # A row of each table of the papers, and the training of the paper whose tables have none.
@@ -79,7 +79,7 @@ def test_shrinking_keeps_ratios_and_shares():
 
 
 def test_the_beginnings_of_the_first_documents_are_copied(tmp_path, monkeypatch):
-    monkeypatch.setattr("meliad_like.smoke.MOST_CHARACTERS", 7)
+    monkeypatch.setattr("meliad_like.planning.smoke.MOST_CHARACTERS", 7)
     folder = tmp_path / "books" / "train"
     folder.mkdir(parents=True)
     for i in range(20):
@@ -100,7 +100,9 @@ def test_a_training_that_fails_is_one_line(tmp_path):
 
 def smoke(*words):
     flags = [word if word.startswith("--") else f"--gin_file={word}" for word in words]
-    result = forked.run("-m", "meliad_like.smoke", *flags, environment=environment(num_devices=1), timeout=600)
+    result = forked.run(
+        "-m", "meliad_like.train", "--smoke", *flags, environment=environment(num_devices=1), timeout=600
+    )
     assert result.returncode == 0, result.stderr + result.stdout
     assert re.search(r"== killed by SIGKILL after \d+ s, with step \d0 saved; resuming\n", result.stdout)
     assert re.search(r"== evaluated: \d\.\d+ bits per token on [\d,]+ tokens of test\n", result.stdout)
@@ -111,11 +113,11 @@ def smoke(*words):
 
 def test_the_smoke_test_of_a_run(tmp_path):
     kept = tmp_path / "kept"
-    text = smoke("size/tiny.gin", "task/books.gin", "--gin_param=DecoderConfig.num_layers = 1", f"--folder={kept}")
+    text = smoke("size/tiny.gin", "task/books.gin", "--gin_param=DecoderConfig.num_layers = 1", f"--workdir={kept}")
     assert "== the task's documents are not there (there is no folder of documents" in text
     assert (kept / "run" / "checkpoints" / "40").is_dir()
-    again = forked.run("-m", "meliad_like.smoke", f"--folder={kept}")
-    assert (again.returncode, again.stderr) == (2, f"error: --folder={kept} exists: name a new folder\n")
+    again = forked.run("-m", "meliad_like.train", "--smoke", f"--workdir={kept}")
+    assert (again.returncode, again.stderr) == (2, f"error: --workdir={kept} exists: name a new folder for --smoke\n")
 
 
 @pytest.mark.exhaustive

@@ -1,11 +1,8 @@
-"""Tries a run before anything is paid for: makes it small, trains, is killed, resumes, evaluates, and writes text.
+"""The trial of a run before anything is paid for: made small, trained, killed, resumed, evaluated, and used.
 
-    meliad_like smoke --gin_file=size/large_1200m.gin --gin_file=task/pg19_tokens.gin \\
-        --gin_file=block_recurrent/fixed_skip.gin --gin_file=option/bfloat16.gin
-
---gin_file and --gin_param are those of train. Lengths, widths, layers, stages and warmup shrink as in the small scales
-of the papers' tables; every mixer and option remains. The documents are the first ones of the task, or Python's
-standard library if the task's are not there. At the end it shows what the full run needs.
+Lengths, widths, layers, stages and warmup shrink as in the small scales of the papers' tables; every mixer and option
+remains. The documents are the first ones of the task, or Python's standard library if the task's are not there. At the
+end it shows what the full run needs.
 """
 
 import contextlib
@@ -18,18 +15,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from meliad_like.command_line import Command
+from rich.console import Console
+
+from meliad_like.config import RunConfig, differences, to_gin, with_changes
+from meliad_like.data.documents import EmptyDocumentError, NotUTF8Error, SourceConfig, open_source
+from meliad_like.data.files_source import StandardLibrarySource, TextSource
+from meliad_like.data.preparation import prepare
+from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import MissingStoreError, UserError
-
-if TYPE_CHECKING:
-    from meliad_like.config import RunConfig
-    from meliad_like.data.documents import SourceConfig
-
-COMMAND = Command(__doc__)
-FOLDER = COMMAND.string("folder", None, "A new folder that keeps everything. Default: one that is deleted at the end.")
-VOCABULARY_SIZE = COMMAND.integer("vocabulary_size", None, "Of the full run, as for describe.", lower_bound=1)
+from meliad_like.evaluation.perplexity import make_evaluator
+from meliad_like.library import LanguageModel
+from meliad_like.planning.description import describe
+from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.setup import vocabulary_size
+from meliad_like.run.shrinking import shrink
+from meliad_like.run.workflow import train
+from meliad_like.tables import Table
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000
@@ -39,20 +41,28 @@ MOST_READ = 500
 TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 
-def main() -> None:
-    if FOLDER.value is not None and Path(FOLDER.value).expanduser().exists():
-        raise UserError(f"--folder={FOLDER.value} exists: name a new folder")
+def smoke(run: RunConfig, workdir: str | None, gin_flags: str) -> None:
+    """Tries a run.
+
+    Args:
+      workdir: a new folder that keeps everything; None: one that is deleted at the end.
+      gin_flags: the flags of the run, for the commands that are shown.
+
+    Raises:
+      UserError: something doesn't work, or the folder exists.
+    """
+    if workdir is not None and Path(workdir).expanduser().exists():
+        raise UserError(f"--workdir={workdir} exists: name a new folder for --smoke")
+    # Before a device is used: XLA optimises less, because compiling takes longer than computing.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     with contextlib.ExitStack() as stack:
-        temporary = FOLDER.value or stack.enter_context(tempfile.TemporaryDirectory(prefix="meliad_like_smoke_"))
+        temporary = workdir or stack.enter_context(tempfile.TemporaryDirectory(prefix="meliad_like_smoke_"))
         folder = Path(temporary).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # Before jax is imported: XLA optimises less, because compiling takes longer than computing.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        began, run = time.perf_counter(), COMMAND.read_config()
-        small = make_small(run, folder)
-        try_out(small, folder)
+        began = time.perf_counter()
+        try_out(make_small(run, folder), folder)
         say(f"everything works at this size: {time.perf_counter() - began:.0f} s")
-        tell_needs(run)
+        tell_needs(run, gin_flags)
 
 
 def say(text: str) -> None:
@@ -60,15 +70,8 @@ def say(text: str) -> None:
     print(f"== {text}", flush=True)
 
 
-def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
+def make_small(run: RunConfig, folder: Path) -> RunConfig:
     """A small run in the folder, with a token store; prints in what it differs from the full run."""
-    from rich.console import Console
-
-    from meliad_like.config import differences, with_changes
-    from meliad_like.data.files_source import StandardLibrarySource, TextSource
-    from meliad_like.data.preparation import prepare
-    from meliad_like.run.shrinking import shrink
-    from meliad_like.tables import Table
 
     try:
         run.data.open_stores()
@@ -93,13 +96,12 @@ def make_small(run: "RunConfig", folder: Path) -> "RunConfig":
     return small
 
 
-def copy_documents(config: "SourceConfig", folder: Path) -> None:
+def copy_documents(config: SourceConfig, folder: Path) -> None:
     """Writes the beginnings of a source's first documents as text files, in a folder for each split.
 
     A split without documents among the first ones gets copies of training documents. Raises a UserError if the source
     can't be opened or has no documents.
     """
-    from meliad_like.data.documents import EmptyDocumentError, NotUTF8Error, open_source
 
     texts: dict[str, list[str]] = {split: [] for split in NUM_DOCUMENTS}
     for reference in itertools.islice(open_source(config).references(), MOST_READ):
@@ -115,14 +117,8 @@ def copy_documents(config: "SourceConfig", folder: Path) -> None:
             (folder / split / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
 
 
-def try_out(run: "RunConfig", folder: Path) -> None:
+def try_out(run: RunConfig, folder: Path) -> None:
     """Trains, is killed, resumes, evaluates and writes; prints each. Raises a UserError where that fails."""
-    from meliad_like.config import to_gin
-    from meliad_like.data.token_store import TokenStore
-    from meliad_like.evaluation.perplexity import make_evaluator
-    from meliad_like.library import LanguageModel
-    from meliad_like.run.opening import open_checkpoint
-    from meliad_like.run.workflow import train
 
     gin_file, workdir = folder / "smoke.gin", folder / "run"
     gin_file.write_text(to_gin(run))
@@ -168,26 +164,17 @@ def train_until_killed(gin_file: Path, workdir: Path) -> int:
     return max(saved())
 
 
-def tell_needs(run: "RunConfig") -> None:
+def tell_needs(run: RunConfig, gin_flags: str) -> None:
     """Prints what the full run needs, and the commands that come before it."""
-    from rich.console import Console
-
-    from meliad_like.planning.description import describe
-    from meliad_like.run.setup import vocabulary_size
-
     try:
-        description = describe(run, VOCABULARY_SIZE.value or vocabulary_size(run))
+        size = vocabulary_size(run)
     except UserError as error:
-        say(f"what the full run needs is not known without --vocabulary_size=NUMBER ({error})")
+        say(f"what the full run needs: meliad_like describe{gin_flags} --vocabulary_size=NUMBER ({error})")
     else:
-        Console().print(description.table().to_rich())
+        Console().print(describe(run, size).table().to_rich())
     print("before the full run:")
     try:
         run.data.open_stores()
     except MissingStoreError:
-        print(f"  meliad_like prepare{COMMAND.gin_flags}")
-    print(f"  meliad_like plan{COMMAND.gin_flags} --topology=v4:2x2x4")
-
-
-if __name__ == "__main__":
-    COMMAND.run(main)
+        print(f"  meliad_like prepare{gin_flags}")
+    print(f"  meliad_like plan{gin_flags} --topology=v4:2x2x4")
