@@ -34,7 +34,7 @@ setup(
         "meliad_like.gin_files": ["**/*.gin", "**/*.csv"],
         "meliad_like.conversion": ["*.csv", "*.toml"],
         "meliad_like.experiments.tables": ["*.csv", "*.gin"],
-        "meliad_like.studies": ["*.css", "*.js", "templates/*.html"],
+        "meliad_like.studies": ["page.html"],
     },
     install_requires=REQUIREMENTS,
     entry_points={

@@ -51,7 +51,7 @@ def without_compiled_programs() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.read("jax_enable_compilation_cache")
+    before = jax.config.jax_enable_compilation_cache
     try:
         jax.config.update("jax_enable_compilation_cache", False)
         # JAX asks for the setting once.

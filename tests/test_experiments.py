@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_is_the_last(tmp_path, with_store, monkeypatch):
 def test_rows_that_are_the_same_model_share_a_run(tmp_path, with_store, monkeypatch):
     started, timed = [], []
     monkeypatch.setattr(Experiment, "train_and_evaluate", lambda _, row, seed: started.append((row.name, seed)) and 0)
-    monkeypatch.setattr(Experiment, "time_steps", timed.append)
+    monkeypatch.setattr(Experiment, "time_steps", lambda self: timed.append(self))
     made = experiment(tmp_path, "table3", seeds=(7,), **with_store)
     made.make()
     assert {("recurrent_window_512", 7), ("states_512", 7)} < set(started) and timed == [made]

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pandas as pd
 import pytest
-from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, devices, pairs_of, selector_of, train
+from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, pairs_of, selector_of, train
 from tiny_run import assert_same_bits, read_metrics
 
 from meliad_like.errors import UserError
@@ -155,17 +155,10 @@ def test_it_learns_and_keeps_the_best(undisturbed):
     assert not np.array_equal(opened.params["encoder"]["embedding"], encoder["embedding"])
 
 
-def test_a_selector_learns_which_spans_fit(tmp_path):
-    """Scores that neither the spans nor the contexts alone decide, on documents that were not trained on."""
-    selector, encoder, inputs = selector_of()
-    pairs, scores = pairs_of(), []
-    for document, number, end in pairs[["document", "stride", "end"]].to_numpy().tolist():
-        tokens = MadeUp().tokens(document, 0, 100)
-        span, context = tokens[end - 4 : end - 1], tokens[8 * number - 8 : 8 * number]
-        scores.append(sum((span == letter).sum() * (context == letter).sum() for letter in (97, 98, 32)))
-    pairs = pairs.assign(score=np.array(scores, np.float32))
+def test_a_selector_learns_what_spans_are_worth(tmp_path):
+    """On documents that were not trained on."""
     longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)
-    SelectorTraining(selector, encoder, inputs, longer, pairs, MadeUp(), VOCABULARY, tmp_path, {}, devices()).run()
+    train(tmp_path, longer)
     (figures,) = read_metrics(tmp_path, "validation")
     assert figures["correlation"] > 0.8
     reached = (figures["chosen_gain"] - figures["random_gain"]) / (figures["oracle_gain"] - figures["random_gain"])

@@ -1,22 +1,23 @@
 """Studies of small checkpoints: their numbers, and pages that are safe and whole."""
 
-import base64
 import csv
-import gzip
+import inspect
 import json
 
 import forked
 import numpy as np
+import pandas as pd
 import pytest
-from study_runs import DOCUMENTS, Page, assert_safe, one_device, request, runs
+from study_runs import DOCUMENTS, Page, assert_safe, make, one_device, runs
 
 from meliad_like.config import with_changes
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.studies import compare, context_curve, gates, memory_use
+from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use
+from meliad_like.studies.__main__ import COMMAND, STUDIES
 from meliad_like.studies.interventions import cleared
-from meliad_like.studies.readings import ModelLosses, choose, open_subject, read
+from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_subject, read
 
 __all__ = ["one_device", "runs"]  # fixtures
 
@@ -24,13 +25,21 @@ __all__ = ["one_device", "runs"]  # fixtures
 @pytest.fixture(scope="module")
 def compared(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    compare.run(request(runs("fixed_skip"), folder, other=(runs("slide_12l"),)))
+    make(compare, runs("fixed_skip"), folder, {"other": (runs("slide_12l"),), "top": 12})
     return folder
 
 
+def test_the_flags_of_a_study_are_what_it_reads():
+    for study in (compare, context_curve, gates, memory_map, memory_use):
+        parameters = inspect.signature(study.run).parameters
+        own = STUDIES[study.__name__.rpartition(".")[2]]
+        assert tuple(parameters) == ("request", *own)
+    assert {*StudyRequest._fields, *(flag for own in STUDIES.values() for flag in own)} < set(COMMAND.flags)
+
+
 def test_comparison_page(compared):
+    assert_safe(compared)
     page = Page(compared)
-    assert_safe(page)
     for words in (
         "fixed_skip<b> against slide_12l<b>",
         "test, 3 documents",
@@ -42,44 +51,35 @@ def test_comparison_page(compared):
 
 
 def test_comparison_numbers(runs, compared):
-    numbers = np.load(compared / "tokens.npz")
-    assert numbers["lengths"].sum() == len(numbers["tokens"]) == len(numbers["first_bits"])
+    tokens = pd.read_csv(compared / "tokens.csv", keep_default_na=False)
     saved = json.loads((compared / "summary.json").read_text())
     subject = open_subject(runs("slide_12l"))
-    reading = read(subject, choose([subject], request(runs("slide_12l"), "")))
+    reading = read(subject, choose([subject], StudyRequest(runs("slide_12l"))))
     expected = np.concatenate([np.append(0, nats) for nats in reading.losses]) / np.log(2)
-    np.testing.assert_allclose(numbers["other_bits"], expected, rtol=1e-6)
+    np.testing.assert_allclose(tokens["other_bits"], expected, rtol=1e-6)
     assert saved["models"][1]["bits per token"] == pytest.approx(reading.bits_per_token)
-    gain = (numbers["other_bits"] - numbers["first_bits"]).sum()
+    gain = (tokens["other_bits"] - tokens["first_bits"]).sum()
     for groups in ("by_place", "by_category"):
-        assert sum(group["gain_bits"] for group in saved[groups]) == pytest.approx(gain, abs=1e-6)
+        assert pd.read_csv(compared / f"{groups}.csv")["gain_bits"].sum() == pytest.approx(gain, abs=1e-6)
+    sums = pd.read_csv(compared / "by_document.csv")
+    assert sums["tokens"].sum() == len(tokens)
     top = list(csv.DictReader((compared / "top.csv").open(newline="")))
-    # Words, not bytes: their bits are those of all their bytes.
+    # Words, not bytes: their gain is that of all their bytes.
     assert any(len(row["text"]) > 3 for row in top)
     for row in top:
-        start = int(row["token"]) + sum(numbers["lengths"][: list(numbers["names"]).index(row["document"])])
-        place = np.s_[start : start + len(row["text"].encode())]
-        assert bytes(numbers["tokens"][place].tolist()).decode() == row["text"]
-        assert float(row["other_bits"]) == pytest.approx(numbers["other_bits"][place].sum())
-        assert float(row["gain"]) > 0 and row["category"] != "sign"
-
-
-def test_the_text_of_a_page_is_the_document(compared):
-    [packed] = [text for _, attributes, text in Page(compared).scripts if attributes.get("id") == "document-0"]
-    texts, first, _, *bits = zip(*json.loads(gzip.decompress(base64.b64decode(packed))), strict=True)
-    numbers = np.load(compared / "tokens.npz")
-    length = numbers["lengths"][0]
-    assert "".join(texts) == DOCUMENTS[str(numbers["names"][0])] and list(first) == sorted(first)
-    for rounded, column in zip(bits, ("first_bits", "other_bits"), strict=True):
-        assert sum(rounded) == pytest.approx(numbers[column][:length].sum(), abs=0.005 * len(texts))
+        document = tokens[tokens["document"] == row["document"]]
+        place = document[int(row["token"]) :][: len(row["text"].encode())]
+        assert bytes(place["token"].tolist()).decode() == row["text"]
+        gain = place["other_bits"].sum() - place["first_bits"].sum()
+        assert float(row["gain"]) == pytest.approx(gain) and gain > 0 and row["category"] != "sign"
 
 
 def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
-    memory_use.run(request(runs("fixed_skip"), tmp_path, every=32, kind=("shuffled", "cleared")))
+    make(memory_use, runs("fixed_skip"), tmp_path, {"every": 32, "kind": ("shuffled", "cleared")})
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert saved["parts"] == ["recurrent_states"] and saved["largest_difference_before_nats"] < 1e-5
     subject = open_subject(runs("fixed_skip"))
-    chosen = choose([subject], request(runs("fixed_skip"), ""))
+    chosen = choose([subject], StudyRequest(runs("fixed_skip")))
     segments = {"data.segment_length": 32, "data.tokens_per_step": 256}
     losses = []
     for model in (subject.run.model, cleared(subject.run.model)):
@@ -89,17 +89,18 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
     gains = [(without - kept) / np.log(2) for kept, without in zip(*losses, strict=True)]
     since = np.concatenate([np.arange(32, gain.size) % 32 for gain in gains])
     gains = np.concatenate([gain[32:] for gain in gains])
-    [total] = [row for row in saved["total"] if row["kind"] == "cleared"]
+    totals = pd.read_csv(tmp_path / "total.csv").set_index("kind")
+    total = totals.loc["cleared"]
     assert total["tokens"] == gains.size and total["cost"] == pytest.approx(gains.mean(), abs=1e-6)
-    assert total["low"] is None  # of three documents
+    assert np.isnan(total["low"])  # of three documents
     rows = [row for row in csv.DictReader((tmp_path / "use.csv").open(newline="")) if row["kind"] == "cleared"]
     assert [int(row["start"]) for row in rows] == [*range(32)]
     expected = np.bincount(since, gains) / np.bincount(since)
     np.testing.assert_allclose([float(row["cost"]) for row in rows], expected, atol=1e-5)
-    of_shuffled, of_cleared, contrast = (row["cost"] for row in saved["total"])
+    of_shuffled, of_cleared, contrast = totals["cost"]
     assert contrast == pytest.approx(of_shuffled - of_cleared)
+    assert_safe(tmp_path)
     page = Page(tmp_path)
-    assert_safe(page)
     assert "test, 3 documents" in page.text and "another document's memory" in page.text.lower()
 
 
@@ -152,51 +153,50 @@ def test_documents_that_agree_have_the_same_gain_however_they_are_drawn():
 
 
 def test_context_curve_of_two_settings(runs, tmp_path):
-    context_curve.run(
-        request(runs("fixed_skip"), tmp_path, gin_param=("RecurrentStates.clear_states = True",), document=("two",))
-    )
+    changes = ("RecurrentStates.clear_states = True",)
+    make(context_curve, runs("fixed_skip"), tmp_path, gin_param=changes, document=("two",))
     rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert int(rows[-1]["stop"]) == len(DOCUMENTS["two"]) and {row["documents"] for row in rows} == {"1"}
     for model in saved["models"]:
         assert float(rows[-1][f"cumulative: {model['label']}"]) == pytest.approx(model["bits per token"])
     assert saved["models"][1]["label"] == "fixed_skip<b>, clear_states=True"
-    page = Page(tmp_path)
-    assert_safe(page)
-    assert "test, 1 of 3 documents" in page.text
+    assert_safe(tmp_path)
+    assert "test, 1 of 3 documents" in Page(tmp_path).text
+    sums = pd.read_csv(tmp_path / "sums.csv")
+    assert sums["tokens"].sum() == len(DOCUMENTS["two"]) and len(sums) == len(rows)
 
 
-def test_missing_things_are_named(runs, tmp_path):
+def test_missing_things_are_named(runs):
     first = runs("fixed_skip")
     with pytest.raises(UserError, match="compare needs one other model: --other=DIR, or --gin_param"):
-        compare.run(request(first, tmp_path))
+        compare.run(StudyRequest(first))
     with pytest.raises(UserError, match="--document=none is not in test, which has 3: "):
-        compare.run(request(first, tmp_path, other=(first,), document=("none",)))
+        compare.run(StudyRequest(first, document=("none",)), other=(first,))
     with pytest.raises(UserError, match="--every=40 must be a multiple of the window, 16 tokens"):
-        memory_use.run(request(first, tmp_path, every=40))
+        memory_use.run(StudyRequest(first), every=40)
     with pytest.raises(UserError, match="--every=1600: none of the documents is longer"):
-        memory_use.run(request(first, tmp_path, every=1600))
+        memory_use.run(StudyRequest(first), every=1600)
     with pytest.raises(UserError, match="--part=melodi: the model of .* carries window and recurrent_states"):
-        memory_use.run(request(first, tmp_path, part=("melodi",)))
+        memory_use.run(StudyRequest(first), part=("melodi",))
     with pytest.raises(UserError, match="--kind=shuffled needs two documents"):
-        memory_use.run(request(first, tmp_path, document=("two",)))
+        memory_use.run(StudyRequest(first, document=("two",)))
     with pytest.raises(
         UserError, match="what the model of .* remembers depends on where segments end: change Rec.*.clear_st"
     ):
-        memory_use.run(request(first, tmp_path, gin_param=("RecurrentStates.clear_states = True",)))
+        memory_use.run(StudyRequest(first, gin_param=("RecurrentStates.clear_states = True",)))
     with pytest.raises(
         UserError, match="memory_use: the model of .* remembers nothing beyond its window: --part=window"
     ):
-        memory_use.run(request(runs("slide_12l"), tmp_path))
+        memory_use.run(StudyRequest(runs("slide_12l")))
     with pytest.raises(
         UserError, match="gates: the model of .*slide_12l.* has no states that pass from block to block"
     ):
-        gates.run(request(runs("slide_12l"), tmp_path))
+        gates.run(StudyRequest(runs("slide_12l")))
     subject = open_subject(first)
     other = subject._replace(opened=subject.opened._replace(vocabulary=ByteVocabulary(64)))
     with pytest.raises(UserError, match=r"the vocabulary of the checkpoint .*fixed_skip<b> \(\w{12}\) is not that of"):
-        choose([subject, other], request(first, tmp_path))
-    assert not list(tmp_path.iterdir())
+        choose([subject, other], StudyRequest(first))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The reported gates and states are those of the model."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
-from study_runs import WINDOW, Page, assert_safe, one_device, request, runs
+from study_runs import WINDOW, Page, assert_safe, make, one_device, runs
 
 from meliad_like.mixers.recurrent_states import LstmGate, RecurrentStates
 from meliad_like.studies import gates
@@ -107,12 +106,16 @@ def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
 
 @pytest.mark.parametrize("row", ["fixed_skip", "lstm_dual"])
 def test_page(runs, tmp_path, row):
-    gates.run(request(runs(row), tmp_path))
+    make(gates, runs(row), tmp_path)
+    assert_safe(tmp_path)
     page = Page(tmp_path)
-    assert_safe(page)
     assert "16 states of 32 channels" in page.text and "updated every 16 tokens" in page.text
     assert ("Measured gates" in page.text) == (row == "lstm_dual")
-    saved = json.loads((tmp_path / "summary.json").read_text())
-    arrays = np.load(Path(tmp_path) / "gates.npz")
-    for name, quantiles in saved["time_constants_blocks"].items():
-        assert quantiles[2] == pytest.approx(np.median(gates.time_constants(arrays[f"{name} kept"])))
+    quantiles = pd.read_csv(tmp_path / "time_constants.csv").set_index("quantile")
+    channels = pd.read_csv(tmp_path / "gates.csv")
+    for gate, rows in channels.groupby("gate"):
+        expected = gates.time_constants(rows["kept"].to_numpy())
+        np.testing.assert_allclose(rows["time constant"], expected)
+        assert float(quantiles.loc["50%", gate].replace(",", "")) == pytest.approx(np.median(expected), rel=1e-2)
+    states = pd.read_csv(tmp_path / "states.csv")
+    assert {"document", "states", "block", "change", "from_initial", "1"} <= set(states)

@@ -1,4 +1,4 @@
-"""Studies of trained models, each a page and its numbers in a folder.
+"""Studies of trained models, each a page, its tables (CSV) and its charts (PNG) in a folder.
 
     meliad_like studies compare --checkpoint=DIR --other=DIR --output=DIR
     meliad_like studies memory_use --checkpoint=DIR --output=DIR [--every=4096]
@@ -14,7 +14,14 @@ from pathlib import Path
 
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 
-STUDIES = ("compare", "memory_use", "context_curve", "gates", "memory_map")
+STUDIES: dict[str, tuple[str, ...]] = {
+    "compare": ("other", "other_step", "unit", "top"),
+    "memory_use": ("kind", "part", "every"),
+    "context_curve": ("other", "other_step"),
+    "gates": (),
+    "memory_map": (),
+}
+"""The studies, modules with a function `run`, and the flags of each that not all of them have."""
 
 KINDS = ("shuffled", "earlier", "cleared", "frozen")
 """The interventions of memory_use, as in `meliad_like/studies/interventions.py`, whose import takes seconds."""
@@ -22,17 +29,12 @@ KINDS = ("shuffled", "earlier", "cleared", "frozen")
 ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use")
 """The studies that read all documents by default, because their figures are means over documents."""
 
-USED_BY = {
-    **dict.fromkeys(("other", "other_step"), ("compare", "context_curve")),
-    **dict.fromkeys(("unit", "top"), ("compare",)),
-    **dict.fromkeys(("kind", "part", "every"), ("memory_use",)),
-}
-"""The flags that not all studies have."""
-
 COMMAND = Command(
     __doc__,
-    subjects=STUDIES,
-    used_by=USED_BY,
+    subjects=tuple(STUDIES),
+    used_by={
+        flag: [name for name, own in STUDIES.items() if flag in own] for flags in STUDIES.values() for flag in flags
+    },
     no_effect={"gin_file": CONFIG_OF_CHECKPOINT},
 )
 
@@ -44,7 +46,7 @@ COMMAND.multi_string(
 COMMAND.integer("other_step", None, "Which checkpoint of the others. Default: the newest.")
 COMMAND.shared("split")
 COMMAND.shared("store")
-COMMAND.output("output", "Folder for the page and the numbers; made if needed.", "folder", required=True)
+COMMAND.output("output", "Folder for the results; made if needed.", "folder", required=True)
 COMMAND.shared("document", "Name of a document to read. Repeatable. Default: random ones.")
 COMMAND.integer(
     "num_documents",
@@ -67,15 +69,16 @@ COMMAND.integer(
 
 def main(study: str) -> None:
     # Importing jax takes seconds: a mistyped flag is reported before.
+    from meliad_like.studies.page import write_study
     from meliad_like.studies.readings import StudyRequest
 
     values = {name: COMMAND.flags[name].value for name in StudyRequest._fields}
     if values["num_documents"] is None and study not in ALL_DOCUMENTS:
         values["num_documents"] = 5
-    output = Path(values["output"])
-    output.mkdir(parents=True, exist_ok=True)
-    request = StudyRequest(**values | {"output": output, "num_documents": values["num_documents"] or None})
-    importlib.import_module(f"meliad_like.studies.{study}").run(request)
+    request = StudyRequest(**values | {"num_documents": values["num_documents"] or None})
+    run = importlib.import_module(f"meliad_like.studies.{study}").run
+    output = Path(COMMAND.flags["output"].value)
+    write_study(run(request, **{name: COMMAND.flags[name].value for name in STUDIES[study]}), output)
     print(f"wrote {output / 'index.html'}")
 
 

@@ -5,6 +5,7 @@ model pays.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,10 +14,10 @@ from jaxtyping import Float
 from meliad_like.config import differences
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.studies.page import text_view, write_page
+from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import ModelLosses, Selection, StudyRequest, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
-from meliad_like.tables import Table
+from meliad_like.tables import signed
 
 MAX_INTERVALS = 400  # of a chart along a document
 CONTEXT_BYTES = 110  # of an excerpt, before and after
@@ -25,60 +26,107 @@ FORMATS = {
     **dict.fromkeys(("first_bits", "other_bits"), ",.1f"),
     "share": ".1%",
     "gain_bits": "+,.1f",
+    "gain": "+.2f",
+    **dict.fromkeys(("token", "distance"), ","),
     "mean gain": "+.4f",
     "among the top": ",.0f",
 }
 """Format specifications of the columns of the page's tables."""
+CATEGORY_RULES = (
+    "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, part, act and "
+    "the like and a number, or that stands between blank lines and is a heading of Markdown, LaTeX or a wiki, or all "
+    "in capitals. Identifier: has an underscore, a capital after a small letter, or digits next to letters. Name: "
+    "begins with a capital, has a second letter, is not a Roman numeral, and is nowhere in the document in small "
+    "letters. Signs and white space are not among the top words."
+)
 
 
-def run(request: StudyRequest) -> None:
-    """Writes the page of two models, `summary.json`, `top.csv` and `tokens.npz`; UserError if there are not two."""
-    if len(request.other) > 1 or not (request.other or request.gin_param):
+def run(
+    request: StudyRequest,
+    *,
+    other: Sequence[str] = (),
+    other_step: int | None = None,
+    unit: str = "auto",
+    top: int = 40,
+) -> Study:
+    """Two models on the same documents; UserError if there are not two.
+
+    `unit`: what losses are summed over, `word`, `token`, or `auto`; `top`: the number of units with the largest gains.
+    """
+    if len(other) > 1 or not (other or request.gin_param):
         raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
-    subjects = open_compared(request)
+    subjects = open_compared(request, other, other_step)
     selection = choose(subjects, request)
-    first, other = (read(subject, selection) for subject in subjects)
-    config, unit = first.subject.run, request.unit
+    first, second = (read(subject, selection) for subject in subjects)
+    config, names = first.subject.run, selection.documents.names
     if unit == "auto":
         unit = "word" if isinstance(config.vocabulary, BytesVocabularyConfig) else "token"
-    documents = compare(first, other, selection, unit, config.data.segment_length)
-    best, worst = ([largest(*each, request.top, sign, unit == "word") for each in documents] for sign in (1, -1))
-    top, table = pd.concat(best), pd.concat([table for _, table in documents], ignore_index=True)
+    window, segment = second.subject.run.model.window_length, config.data.segment_length
+    documents = compare(first, second, selection, unit, segment)
+    best, worst = (pd.concat([largest(*each, top, sign, unit == "word") for each in documents]) for sign in (1, -1))
+    table = pd.concat([table for _, table in documents], ignore_index=True)
     table = table[table["targets"] > 0]
     groups = {by: _groups(table, table[by]) for by in ("place", "category")}
     # By powers of two: 8 stands for 8 to 15 tokens.
     distances = table["distance"][table["distance"] > 0]
-    groups["distance"] = _groups(table, 2 ** np.log2(distances).astype(int))
-    sums = _write_tokens(request, selection, first, other)
-    top.to_csv(request.output / "top.csv", index=False)
-    title = f"{first.label} against {other.label}"
-    settings = {"unit": unit, "window": other.subject.run.model.window_length, "segment": config.data.segment_length}
-    saved = {"top": request.top, **settings, "documents": sums.to_dict("records")}
-    saved |= {f"by_{by}": group.rename_axis("label").reset_index().to_dict("records") for by, group in groups.items()}
-    saved |= {f"top_by_{by}": top[by].value_counts().to_dict() for by in ("category", "place")}
-    other_config = dataclasses.replace(other.subject.run, source=config.source, mesh=config.mesh)
+    by_distance = _groups(table, 2 ** np.log2(distances).astype(int))
+    means = by_distance["gain_bits"] / by_distance["units"]
+    tokens, sums = _tokens(selection, first, second)
+    other_config = dataclasses.replace(second.subject.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
-    means = groups["distance"]["gain_bits"] / groups["distance"]["units"]
-    write_page(
-        request.output,
-        "compare",
-        saved,
-        title=title,
+    settings = pd.DataFrame(changed, columns=["field", "first", "other"])
+    gain = second.bits_per_token - first.bits_per_token
+    better, worse = ((sign * table["gain"] > 0.005).mean() for sign in (1, -1))
+    charts = []
+    for index, name in enumerate(names):
+        extremes, total = _along(second.bits(index) - first.bits(index))
+        note = "Above zero the first model predicted better."
+        charts.append(
+            Chart(f"gain_{index}", f"Gain by token: {name}", extremes, "token", "gain, bits", note, steps=True)
+        )
+        charts.append(Chart(f"total_{index}", f"Gain so far: {name}", total, "token", "sum of the gains, bits"))
+    context = ["document", "token", "before", "text", "after", "gain", "distance", "place", "category"]
+    return Study(
+        title=f"{first.label} against {second.label}",
+        lead=[
+            f"{first.label} pays {first.bits_per_token:.4f} bits per token, {second.label} "
+            f"{second.bits_per_token:.4f}: a gain of {signed(gain, 4)}, on {first.num_targets:,} predicted tokens. The "
+            f"first predicts {better:.0%} of the {unit}s better and {worse:.0%} worse (by more than 0.005 bits)."
+        ],
+        parts=[
+            *charts,
+            Numbers("top", f"The {unit}s with the largest gains", best[context], FORMATS),
+            Numbers("worst", f"The {unit}s with the largest losses", worst[context], FORMATS),
+            Numbers(
+                "by_place", f"Where the same {unit} last occurred", _group_table(groups["place"], best["place"]),
+                FORMATS,
+                "Window: the token that predicts it, or among those that this one sees in a layer of the other model, "
+                f"whose window is {window} tokens; through several layers a window that slides shows more. Segment: "
+                f"not in the window, but in the same {segment} tokens, counted from the beginning of the document. "
+                "Earlier: before the segment.",
+            ),
+            Chart(
+                "by_distance", f"Mean gain by how far back the same {unit} last began",
+                pd.DataFrame({"mean gain": means.to_numpy()}, means.index * 2**0.5), "distance, tokens",
+                f"gain, bits per {unit}", "In powers of two; the dotted line is the end of the window.", log_x=True,
+                mark=window + 1,
+            ),
+            Numbers(
+                "by_category", f"What the top {unit}s are", _group_table(groups["category"], best["category"]), FORMATS,
+                CATEGORY_RULES,
+            ),
+            Numbers("by_document", "By document", sums, FORMATS, "The bits of all tokens."),
+            Numbers("settings", "Where the settings differ", settings),
+            Numbers("tokens", "All tokens", tokens, shown=False),
+        ],
         selection=selection,
-        first=first,
-        other=other,
-        details=[first.details(), other.details()],
-        better=(table["gain"] > 0.005).mean(),
-        worse=(table["gain"] < -0.005).mean(),
-        charts=[_along(other.bits(index) - first.bits(index)) for index in range(len(documents))],
-        excerpts=[{"gain": [*b.itertuples()], "loss": [*w.itertuples()]} for b, w in zip(best, worst)],
-        view=text_view(first.label, other.label, [(units, t.first_bits, t.other_bits) for units, t in documents]),
-        tables={by: _group_table(groups[by], top[by]) for by in ("place", "category")},
-        by_distance=pd.DataFrame({"mean gain": means.to_numpy()}, means.index * 2**0.5),
-        by_document=Table.of(sums, formats=FORMATS),
-        differences=Table("", ("where their settings differ", "first", "other"), changed),
-        **settings,
-    )
+        details=[first.details(), second.details()],
+        summary={"unit": unit, "window": window, "segment": segment, "top": top},
+        remarks="Every document begins with a segment, and each model remembers what it can from its beginning on; a "
+        "document's first token is read and not predicted. A word is a run of letters, digits and underscores, or of "
+        "white space, or one other sign; its bits are the sum over its tokens. Tokens that share a character count as "
+        "one.",
+    )  # fmt: skip
 
 
 def compare(
@@ -126,30 +174,31 @@ def largest(units: Units, table: pd.DataFrame, count: int, sign: int, words: boo
     return pd.concat([best[["document", "token"]], context, best.loc[:, "first_bits":]], axis=1)
 
 
-def _write_tokens(request: StudyRequest, selection: Selection, first: ModelLosses, other: ModelLosses) -> pd.DataFrame:
-    """Writes `tokens.npz`: the names and lengths of the documents, the token ids of all of them, one document after the
-    other, and the bits that each model paid for them. Returns the sums over each document."""
-    indices, lengths = range(len(selection.documents.names)), np.array(selection.documents.lengths)
-    bits = {f"{name}_bits": [*map(model.bits, indices)] for name, model in (("first", first), ("other", other))}
-    arrays = {"tokens": [*map(selection.whole, indices)], **bits}
-    joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
-    names = np.array(selection.documents.names)
-    np.savez_compressed(request.output / "tokens.npz", names=names, lengths=lengths, **joined)
-    targets = [int(np.count_nonzero(which)) for which in first.counted]
-    sums = {name: [part.sum() for part in parts] for name, parts in bits.items()}
-    return pd.DataFrame({"name": selection.documents.names, "tokens": lengths, "targets": targets, **sums})
+def _tokens(selection: Selection, first: ModelLosses, other: ModelLosses) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The bits that each model paid for every token, and their sums over each document."""
+    tokens = pd.concat([
+        pd.DataFrame({
+            "document": name,
+            "token": selection.whole(index),
+            "first_bits": first.bits(index),
+            "other_bits": other.bits(index),
+        })
+        for index, name in enumerate(selection.documents.names)
+    ])  # fmt: skip
+    by_document = tokens.groupby("document", sort=False)
+    sums = by_document[["first_bits", "other_bits"]].sum().reset_index()
+    sums.insert(1, "tokens", by_document.size().to_numpy())
+    sums.insert(2, "targets", [int(np.count_nonzero(which)) for which in first.counted])
+    return tokens, sums
 
 
-def _along(gains: Float[np.ndarray, " tokens"]) -> dict[str, pd.DataFrame]:
+def _along(gains: Float[np.ndarray, " tokens"]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The gains along a document (Figure 4): the extremes in intervals, and the sums up to their ends."""
     starts = np.arange(0, len(gains), -(-len(gains) // MAX_INTERVALS))
     lowest, highest, sums = (function.reduceat(gains, starts) for function in (np.minimum, np.maximum, np.add))
     extremes = {"largest gain": [*highest.clip(min=0), np.nan], "largest loss": [*lowest.clip(max=0), np.nan]}
     ends = np.append(starts, len(gains))
-    return {
-        "extremes": pd.DataFrame(extremes, ends),
-        "total": pd.DataFrame({"gain": np.append(0, sums.cumsum())}, ends),
-    }
+    return pd.DataFrame(extremes, ends), pd.DataFrame({"gain": np.append(0, sums.cumsum())}, ends)
 
 
 def _groups(table: pd.DataFrame, by: pd.Series) -> pd.DataFrame:
@@ -158,9 +207,8 @@ def _groups(table: pd.DataFrame, by: pd.Series) -> pd.DataFrame:
     return pd.DataFrame({"units": gains.size(), "gain_bits": gains.sum()})
 
 
-def _group_table(groups: pd.DataFrame, top: pd.Series) -> Table:
+def _group_table(groups: pd.DataFrame, top: pd.Series) -> pd.DataFrame:
     """Units, their gains, and how many are among the top ones, whose groups are given."""
     means, counts = groups["gain_bits"] / groups["units"], top.value_counts()
     shares = groups["units"] / groups["units"].sum()
-    frame = groups.assign(**{"share": shares, "mean gain": means, "among the top": counts}).reset_index()
-    return Table.of(frame, formats=FORMATS)
+    return groups.assign(**{"share": shares, "mean gain": means, "among the top": counts}).reset_index()

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from meliad_like.studies.loss_sums import LossSums
-from meliad_like.studies.page import write_page
+from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_compared, read
 
 FIRST_BIN = 32  # tokens, of which there are too few for smaller bins
@@ -40,28 +40,61 @@ def curves(sums: LossSums, labels: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def run(request: StudyRequest) -> None:
-    """Writes the page of the loss by position, `curves.csv`, `curves.npz` and `summary.json`."""
-    subjects = open_compared(request)
+def run(request: StudyRequest, *, other: Sequence[str] = (), other_step: int | None = None) -> Study:
+    """The loss by position of one model or several."""
+    subjects = open_compared(request, other, other_step)
     selection = choose(subjects, request)
     readings = [read(subject, selection) for subject in subjects]
     sums, labels = by_position(readings), [reading.label for reading in readings]
     table, details = curves(sums, labels), [reading.details() for reading in readings]
-    table.to_csv(request.output / "curves.csv", index=False)
-    arrays = {"starts": sums.starts, "stops": sums.stops, "tokens": sums.tokens, "bits": sums.bits}
-    np.savez_compressed(request.output / "curves.npz", names=np.array(selection.documents.names), **arrays)
     # The axis is logarithmic and has no zero.
     starts = np.maximum(sums.starts, sums.stops[0] / 2)
     centres = np.sqrt(starts * sums.stops)
-    write_page(
-        request.output,
-        "context_curve",
-        {},
+    means = [f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings]
+    place, bits = "position in the document, tokens", "bits per token"
+    gains = [
+        Chart(
+            f"gain_{i}", f"What {labels[0]} saves against {label}", pd.DataFrame(sums.gains(0, i), centres), place,
+            f"gain, {bits}",
+            "Over the same tokens, so that it does not matter which documents are left; above zero "
+            "the first is better. Intervals are a bootstrap over the documents; fewer than five documents have none.",
+            log_x=True,
+        )
+        for i, label in enumerate(labels) if i
+    ]  # fmt: skip
+    left = pd.DataFrame({"documents": [*table["documents"], np.nan]}, np.append(starts, sums.stops[-1]))
+    return Study(
         title=f"Loss by position: {', '.join(labels)}",
+        lead=["Bits per token over all tokens: " + "; ".join(means) + "."],
+        parts=[
+            Chart(
+                "cumulative", "Bits per token up to a position",
+                table.set_index("stop").filter(like="cumulative: ").set_axis(labels, axis=1), "tokens read", bits,
+                "Mean over all tokens up to there, of all documents; short ones count up to their ends.", log_x=True,
+            ),
+            Chart(
+                "local", "Bits per token around a position",
+                table.set_index(centres).filter(like="local: ").set_axis(labels, axis=1), place, bits,
+                "At later positions only longer documents are left, so that a curve may rise or fall with them.",
+                log_x=True,
+            ),
+            *gains,
+            Chart("left", "Documents with predicted tokens there", left, place, "documents", steps=True, log_x=True),
+            Numbers("curves", "The curves", table, shown=False),
+            Numbers("sums", "Sums by document", _by_document(sums, selection.documents.names, labels), shown=False),
+        ],
         selection=selection,
         details=details,
-        cumulative=table.set_index("stop").filter(like="cumulative: ").set_axis(labels, axis=1),
-        local=table.set_index(centres).filter(like="local: ").set_axis(labels, axis=1),
-        gains={label: pd.DataFrame(sums.gains(0, i), centres) for i, label in enumerate(labels) if i},
-        left=pd.DataFrame({"documents": [*table["documents"], np.nan]}, np.append(starts, sums.stops[-1])),
-    )
+        remarks=
+        "Position 0 is a document's first token, which is read and not predicted; a loss counts where the token "
+        "stands that predicts.",
+    )  # fmt: skip
+
+
+def _by_document(sums: LossSums, names: Sequence[str], labels: Sequence[str]) -> pd.DataFrame:
+    """A row for each document and bin: the number of tokens, and the bits that each model paid for them."""
+    columns = {"document": np.repeat(names, len(sums.starts)), "start": np.tile(sums.starts, len(names))}
+    columns |= {"tokens": sums.tokens.reshape(-1)}
+    columns |= {f"bits: {label}": bits.reshape(-1) for label, bits in zip(labels, sums.bits, strict=True)}
+    frame = pd.DataFrame(columns)
+    return frame[frame["tokens"] > 0]

@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import tracked
 from meliad_like.models.model import Model
-from meliad_like.studies.page import write_page
+from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import StudyRequest, choose, open_subject
 from meliad_like.studies.states import Watched, watch
-from meliad_like.tables import Table
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 """Blocks between the states that are compared."""
@@ -105,54 +104,117 @@ def time_constants(shares: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
     return -1 / np.log(shares)
 
 
-def run(request: StudyRequest) -> None:
-    """Writes the page of a model's gates, `gates.npz` and `summary.json`, or raises UserError if it has no states."""
+def run(request: StudyRequest) -> Study:
+    """The gates and states of a model. UserError if it has no states."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     window = subject.run.model.window_length
     selection = choose([subject], request)
     if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
-    tracer, number = Tracer(subject.opened.model, subject.opened.params), len(selection.documents.names)
-    traces = [tracer.read(selection.whole(document)) for document in tracked(range(number), subject.label, number)]
+    tracer, names = Tracer(subject.opened.model, subject.opened.params), selection.documents.names
+    numbers = tracked(range(len(names)), subject.label, len(names))
+    traces = [tracer.read(selection.whole(document)) for document in numbers]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
     constants = {gate: time_constants(shares) for gate, (shares, _) in gates.items()}
-    arrays: dict[str, Any] = {"lags": np.array(LAGS)} | {f"{gate} kept": shares for gate, (shares, _) in gates.items()}
-    arrays |= {f"{gate} forget and input": gates[gate] for gate in tracer.varying}
-    for index, trace in enumerate(traces):
-        for name, states in trace.items():
-            arrays[f"document {index} {name} change"] = states["change"]
-            arrays[f"document {index} {name} from initial"] = states["from_initial"]
-            arrays[f"document {index} {name} similarity"] = states[list(LAGS)].to_numpy().T
-    np.savez_compressed(request.output / "gates.npz", **arrays)
-    quantiles = {gate: np.quantile(blocks, QUANTILES).tolist() for gate, blocks in constants.items()}
+    channels = (
+        pd.concat(
+            pd.DataFrame({"gate": gate, "kept": kept, "added": added, "time constant": constants[gate]})
+            for gate, (kept, added) in gates.items()
+        )
+        if gates
+        else pd.DataFrame()
+    )
+    states = pd.concat(
+        trace.assign(document=name, states=layer, block=np.arange(len(trace)))
+        for name, by_layer in zip(names, traces, strict=True)
+        for layer, trace in by_layer.items()
+    )
     lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
+    similarity = pd.DataFrame({name: each.mean() for name, each in lags.items()}).dropna(how="all")
     measured = {
         f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
     }
-    write_page(
-        request.output,
-        "gates",
-        {"documents": list(selection.documents.names), "quantiles": QUANTILES, "time_constants_blocks": quantiles},
+    parts: list[Numbers | Chart] = []
+    if gates:
+        parts.append(
+            Numbers(
+                "time_constants",
+                "Time constants of the channels, blocks",
+                _quantiles(constants, ",.3g"),
+                {},
+                f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is "
+                "-1/log(g) blocks, and after 0.69 of it half is left. Of gates that depend on what is read, g is the "
+                "forget gate, averaged over states and blocks.",
+            )
+        )
+        parts += [
+            Chart(
+                f"histogram_{i}",
+                f"Time constants of the channels: {gate}",
+                _histogram(blocks),
+                "time constant, blocks",
+                "channels",
+                steps=True,
+                log_x=True,
+            )
+            for i, (gate, blocks) in enumerate(constants.items())
+        ]
+        parts.append(Numbers("gates", "All channels", channels, shown=False))
+    if measured:
+        note = "The shares of the states that are kept, and of the updates that are added."
+        parts.append(Numbers("measured", "Measured gates, by channel", _quantiles(measured, ".3f"), {}, note))
+    parts.append(
+        Chart(
+            "similarity",
+            "Similarity of the states over time",
+            similarity,
+            "blocks between",
+            "mean cosine",
+            "Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
+            log_x=True,
+        )
+    )
+    for document, by_layer in enumerate(traces):
+        for layer, (name, trace) in enumerate(by_layer.items()):
+            title, averaged = f"{names[document]}, {name}", _averaged(trace, window)
+            parts.append(
+                Chart(
+                    f"change_{document}_{layer}",
+                    f"Change of the states in a block: {title}",
+                    averaged[["change"]],
+                    "token",
+                    "norm of the change / norm",
+                )
+            )
+            parts.append(
+                Chart(
+                    f"similarity_{document}_{layer}",
+                    f"Similarity of the states: {title}",
+                    averaged[[*SHOWN.values()]],
+                    "token",
+                    "mean cosine",
+                    "With the same states some blocks before, and with the initial states. In long "
+                    "documents a point is the mean of several blocks.",
+                )
+            )
+    parts.append(Numbers("states", "The states by block", states, shown=False))
+    shapes = [f"{name} ({number} states of {width} channels)" for name, (number, width) in tracer.shapes.items()]
+    return Study(
         title=f"Gates and states of {subject.label}",
+        lead=[f"States that are updated every {window} tokens: {', '.join(shapes)}. Layers count from 0."],
+        parts=parts,
         selection=selection,
         details=[subject.details()],
-        window=window,
-        shown=[*SHOWN.values()],
-        shapes=tracer.shapes,
-        constants=_quantile_table(constants, ",.3g"),
-        measured=_quantile_table(measured, ".3f"),
-        histograms={gate: _histogram(blocks) for gate, blocks in constants.items()},
-        lags=pd.DataFrame({name: states.mean() for name, states in lags.items()}).dropna(how="all"),
-        traces=[{name: _averaged(states, window) for name, states in trace.items()} for trace in traces],
-    )
+        remarks="Whole blocks only; each document begins with the initial states.",
+    )  # fmt: skip
 
 
-def _quantile_table(by_gate: Mapping[str, np.ndarray], form: str) -> Table:
-    """A table with a column for each gate, which is narrow enough for a phone."""
+def _quantiles(by_gate: Mapping[str, np.ndarray], form: str) -> pd.DataFrame:
+    """The quantiles over channels as text, with a column for each gate."""
     columns = {name: [f"{share:{form}}" for share in np.quantile(v, QUANTILES)] for name, v in by_gate.items()}
-    return Table.of(pd.DataFrame({"quantile": [f"{share:.0%}" for share in QUANTILES]} | columns))
+    return pd.DataFrame({"quantile": [f"{share:.0%}" for share in QUANTILES]} | columns)
 
 
 def _histogram(blocks: np.ndarray) -> pd.DataFrame:

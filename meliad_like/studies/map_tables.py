@@ -9,6 +9,8 @@ import pandas as pd
 from meliad_like.studies.memory_source import TASKS, Cell
 from meliad_like.tables import Table
 
+SUMMARY_FORMATS = {"capacity (bits)": ".1f", "beyond a block (bits)": ".1f", "halved at (tokens)": ",.0f"}
+"""Format specifications of the columns of `summary`."""
 Z = 1.959964
 """The quantile of the normal distribution for intervals of 95 %."""
 
@@ -81,8 +83,7 @@ def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
 
 def summary_table(totals: pd.DataFrame) -> Table:
     """Summaries of several models as a table."""
-    formats = {"capacity (bits)": ".1f", "beyond a block (bits)": ".1f", "halved at (tokens)": ",.0f"}
-    return Table.of(totals, formats=formats)
+    return Table.of(totals, formats=SUMMARY_FORMATS)
 
 
 def tables(maps: Mapping[str, pd.DataFrame]) -> list[Table]:

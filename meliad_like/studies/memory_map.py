@@ -1,7 +1,5 @@
 """How many pairs a model remembers over which distance: the accuracy of its answers on the grid of `memory_tasks`."""
 
-import math
-
 import pandas as pd
 
 from meliad_like.config import with_changes
@@ -9,14 +7,14 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.models.model import Model
 from meliad_like.studies.interventions import cleared
-from meliad_like.studies.map_tables import accuracies, by_model, summary, summary_table, tables
+from meliad_like.studies.map_tables import SUMMARY_FORMATS, accuracies, by_model, summary, tables
 from meliad_like.studies.memory_source import MemoryTasksSource
-from meliad_like.studies.page import write_page
+from meliad_like.studies.page import Numbers, Study
 from meliad_like.studies.readings import Selection, StudyRequest, Subject, choose, make_reader, open_subject
 
 
-def run(request: StudyRequest) -> None:
-    """Writes the page. UserError if the model was not trained on `memory_tasks`, or the split is that of training."""
+def run(request: StudyRequest) -> Study:
+    """The maps of a model. UserError if it was not trained on `memory_tasks`, or the split is that of training."""
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     source = subject.run.source
     if not isinstance(source, MemoryTasksSource):
@@ -33,18 +31,29 @@ def run(request: StudyRequest) -> None:
         "window (tokens)": subject.run.model.window_length,
         "block of filler": source.block_length,
     }
-    cells.to_csv(request.output / "map.csv", index=False)
-    totals.to_csv(request.output / "summary.csv", index=False)
-    write_page(
-        request.output,
-        "memory_map",
-        {"cells": cells.to_dict("records"), "summary": totals.replace({math.nan: None}).to_dict("records")},
+    grids = [
+        Numbers(f"map_{i}", grid.title, pd.DataFrame(grid.rows, columns=list(grid.header)))
+        for i, grid in enumerate(tables(maps))
+    ]
+    return Study(
         title=f"{subject.label}: what is remembered, by number and distance",
+        lead=[
+            "The share of right answers, by the number of items to remember and by the blocks of filler before the "
+            "question. The intervals are of 95 % (Wilson), one question in each document."
+        ],
+        parts=[
+            *grids,
+            Numbers(
+                "summary", "How much, and how far", totals, SUMMARY_FORMATS,
+                "Capacity is the least information of all answers together that the lower end of the accuracy's "
+                "interval implies (Fano's inequality), at the best distance. Halved at: the first distance at which "
+                "the accuracy above chance is less than half of that at the shortest distance; - if there is none.",
+            ),
+            Numbers("map", "All cells", cells, shown=False),
+        ],
         selection=selection,
         details=[details],
-        tables=tables(maps),
-        totals=summary_table(totals),
-    )
+    )  # fmt: skip
 
 
 def _cleared(subject: Subject) -> Subject | None:

@@ -14,9 +14,9 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
 from meliad_like.studies.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.studies.loss_sums import LossSums
-from meliad_like.studies.page import write_page
+from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read
-from meliad_like.tables import Table
+from meliad_like.tables import signed
 
 MAX_BINS = 64
 CONTRAST = "shuffled \N{MINUS SIGN} cleared"
@@ -58,14 +58,21 @@ def costs(
     return pd.concat(frames, ignore_index=True)
 
 
-def run(request: StudyRequest) -> None:
-    """Writes the page, `use.csv` and `summary.json`.
+def run(
+    request: StudyRequest, *, kind: Sequence[str] = tuple(KINDS), part: Sequence[str] = (), every: int | None = None
+) -> Study:
+    """The cost of other memories.
+
+    Args:
+        kind: what the memory is exchanged for.
+        part: what is exchanged; nothing: all but the window.
+        every: tokens from one intervention to the next; None: a segment.
 
     Raises a UserError if the model remembers nothing, or no document is longer than `every`.
     """
     subject = open_subject(request.checkpoint, request.gin_param, request.step)
     opened, window = subject.opened, subject.run.model.window_length
-    parts, every = _parts(subject, request), request.every or subject.run.data.segment_length
+    parts, every = _parts(subject, request.checkpoint, part), every or subject.run.data.segment_length
     if every % window:
         raise UserError(f"--every={every} must be a multiple of the window, {window} tokens")
     selection = choose([subject], request)
@@ -73,7 +80,7 @@ def run(request: StudyRequest) -> None:
     if not len(longer):
         raise UserError(f"--every={every}: none of the documents is longer, so nothing would be exchanged")
     selection = selection._replace(documents=selection.documents.subset(longer))
-    if "shuffled" in request.kind and len(longer) < 2:
+    if "shuffled" in kind and len(longer) < 2:
         raise UserError("--kind=shuffled needs two documents: choose more of them, or other kinds")
     undisturbed = read(subject, selection)
 
@@ -81,46 +88,84 @@ def run(request: StudyRequest) -> None:
         arguments = (opened.run, opened.model, opened.params, selection.documents, opened.mesh, kind, parts, every)
         return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
 
-    losses = {"kept": undisturbed.losses, **{kind: disturbed(kind) for kind in request.kind}}
+    losses = {"kept": undisturbed.losses, **{each: disturbed(each) for each in kind}}
     blocks = every // window
     doubling = np.unique(np.minimum(np.append(0, 2 ** np.arange(blocks.bit_length() + 1)), blocks)) * window
     fine, total, by_distance = (
         costs(every, undisturbed.counted, losses, edges)
         for edges in (np.linspace(0, every, min(MAX_BINS, every) + 1).astype(int), np.array([0, every]), doubling)
     )
-    fine.to_csv(request.output / "use.csv", index=False)
     kinds = [*total["kind"]]
     grid = by_distance.pivot(index="start", columns="kind", values="cost")[kinds].reset_index(names="from")
     formats = {"bits": ".4f", "tokens": ",", **dict.fromkeys(("cost", "low", "high", *kinds), "+.4f")}
-    tables = [Table.of(frame, formats=formats) for frame in (total.drop(columns=["start", "stop"]), grid)]
     # Before a document's first intervention nothing is changed yet.
-    pairs = [pair for kind in request.kind for pair in zip(undisturbed.losses, losses[kind], strict=True)]
+    pairs = [pair for each in kind for pair in zip(undisturbed.losses, losses[each], strict=True)]
     difference = max(float(np.abs(ours[:every] - theirs[:every]).max()) for ours, theirs in pairs)
-    settings = {"every": every, "parts": parts, "largest_difference_before_nats": difference}
-    frames = {"total": total, "by_distance": by_distance}
-    # JSON has no NaN.
-    rows = {name: frame.replace({math.nan: None}).to_dict("records") for name, frame in frames.items()}
-    write_page(
-        request.output,
-        "memory_use",
-        {**settings, **rows},
+    x, y = "tokens since the intervention", "cost, bits per token"
+    intervals = {each: fine[fine["kind"] == each].set_index("start")[["cost", "low", "high"]] for each in kinds}
+    return Study(
         title=f"{subject.label}: what is remembered, exchanged every {every:,} tokens",
+        lead=[
+            "What the model remembers is exchanged for memories of other documents or places, or for empty ones. How "
+            "much higher the loss becomes tells how much of what is predicted came from it.",
+            f"Two readings of each document are compared. In the second one, {' and '.join(parts)} are exchanged every "
+            f"{every:,} tokens, for memories of the first reading or for empty ones. What is not named, such as the "
+            "window, is not exchanged. " + " ".join(f"{each}: {KINDS[each].description}." for each in kind),
+            *_contrast(total),
+        ],
+        parts=[
+            Numbers(
+                "total", "What another memory costs", total.drop(columns=["start", "stop"]), formats,
+                "Bits per token; the bits are those without the exchange, and those of cleared memories in the last "
+                "row.",
+            ),
+            Numbers("by_distance", "Cost by the tokens since the intervention", grid, formats, "Bits per token."),
+            Chart("costs", "All kinds", fine.pivot(index="start", columns="kind", values="cost")[kinds], x, y),
+            *(
+                Chart(f"cost_{i}", each, interval, x, y)
+                for i, (each, interval) in enumerate(intervals.items())
+                if interval.low.notna().all()
+            ),
+            Numbers("use", "The cost by distance", fine, shown=False),
+        ],
         selection=selection,
         details=[undisturbed.details()],
-        kinds={kind: KINDS[kind].description for kind in request.kind},
-        bits=total.bits[0],
-        tokens=total.tokens[0],
-        contrast=next((row for row in rows["total"] if row["kind"] == CONTRAST), None),
-        tables=tables,
-        costs=fine.pivot(index="start", columns="kind", values="cost")[kinds],
-        intervals={kind: fine[fine["kind"] == kind].set_index("start")[["cost", "low", "high"]] for kind in kinds},
-        **settings,
-    )
+        summary={"every": every, "parts": parts, "largest_difference_before_nats": difference},
+        remarks="Earlier than a document's beginning the memory is empty. Before the first exchange in a document all "
+        f"losses must be the same: the largest difference there is {difference:.1g} nats, of rounding, because the "
+        "second reading is block by block. Intervals are of 90 %, a bootstrap over the documents; fewer than five "
+        f"documents have none. Documents of at most {every:,} tokens are left out.",
+    )  # fmt: skip
 
 
-def _parts(subject: Subject, request: StudyRequest) -> list[str]:
+def _contrast(total: pd.DataFrame) -> list[str]:
+    """A paragraph about shuffled memories against cleared ones, if there are both."""
+    if CONTRAST not in total["kind"].to_numpy():
+        return []
+    [row] = total[total["kind"] == CONTRAST].to_dict("records")
+    known = not math.isnan(row["low"])
+    interval = f" ({signed(row['low'], 4)} to {signed(row['high'], 4)})" if known else ""
+    if known and row["low"] <= 0 <= row["high"]:
+        verdict = "Over all distances these documents do not show which effect is larger."
+    elif row["cost"] > 0:
+        verdict = (
+            "The first is larger: the model reads from its memory what is particular to a document, and is misled by "
+            "that of another."
+        )
+    else:
+        verdict = (
+            "The second is larger: so what the model reads from its memory is mostly not particular to the document."
+        )
+    return [
+        f"Another document's memory costs {signed(row['cost'], 4)} bits per token against none{interval}. Two effects "
+        "oppose each other: it holds what is wrong here, and it holds what documents have in common, such as their "
+        f"language, which an empty one lacks until the model has read on. {verdict}"
+    ]
+
+
+def _parts(subject: Subject, checkpoint: str, requested: Sequence[str]) -> list[str]:
     """The parts of the carry that are exchanged."""
-    model, name = subject.opened.model, f"the model of {request.checkpoint}"
+    model, name = subject.opened.model, f"the model of {checkpoint}"
     if reason := model.config.needs_segments:
         raise UserError(
             f"memory_use reads block by block, and what {name} remembers depends on where segments end: change "
@@ -129,9 +174,9 @@ def _parts(subject: Subject, request: StudyRequest) -> list[str]:
     if model.config.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")
     carried = part_names(model.config, model.abstract_carry(1))
-    if unknown := set(request.part) - set(carried):
+    if unknown := set(requested) - set(carried):
         raise UserError(f"--part={min(unknown)}: {name} carries {' and '.join(carried) or 'nothing'}")
-    parts = list(request.part) or [part for part in carried if part != WINDOW]
+    parts = list(requested) or [part for part in carried if part != WINDOW]
     if not parts:
         way_out = f": --part={WINDOW} exchanges that" if carried else ""
         raise UserError(f"memory_use: {name} remembers nothing beyond its window{way_out}")

@@ -1,7 +1,6 @@
 """Models and the documents that they read for a study."""
 
 import math
-from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,18 @@ from meliad_like.evaluation.perplexity import Evaluator, make_evaluator
 from meliad_like.evaluation.report import with_progress
 from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_store
 
-StudyRequest = namedtuple(
-    "StudyRequest",
-    "checkpoint step other other_step gin_param store split document num_documents unit top kind part every output",
-)
-"""The values of the flags of `__main__`, by name. `output` is a folder that exists; `num_documents` None: all."""
+
+class StudyRequest(NamedTuple):
+    """The flags that all studies have; a study's function `run` gets its own by name."""
+
+    checkpoint: str
+    step: int | None = None
+    gin_param: Sequence[str] = ()
+    store: str | None = None
+    split: str = "test"
+    document: Sequence[str] = ()
+    num_documents: int | None = None
+    """The number of random documents; None: all."""
 
 
 class Subject(NamedTuple):
@@ -40,7 +46,7 @@ class Subject(NamedTuple):
         return self.opened.run
 
     def details(self) -> dict[str, Any]:
-        """Facts for a table of the page, and for JSON."""
+        """Facts for the page and for JSON."""
         return {
             "label": self.label,
             "checkpoint": self.folder,
@@ -63,15 +69,15 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     return Subject(label, folder, changed, opened)
 
 
-def open_compared(request: StudyRequest) -> list[Subject]:
+def open_compared(request: StudyRequest, other: Sequence[str], other_step: int | None) -> list[Subject]:
     """The checkpoint and the models to compare it with, all with different labels.
 
     The requested settings are those of the others; without others, of a second copy of the checkpoint.
     """
     subjects = [open_subject(request.checkpoint, (), request.step)]
-    if request.gin_param and not request.other:
+    if request.gin_param and not other:
         subjects.append(open_subject(request.checkpoint, request.gin_param, request.step))
-    subjects += [open_subject(folder, request.gin_param, request.other_step) for folder in request.other]
+    subjects += [open_subject(folder, request.gin_param, other_step) for folder in other]
     if len({subject.label for subject in subjects}) == len(subjects):
         return subjects
     return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
@@ -146,7 +152,7 @@ class ModelLosses:
         return np.append(0.0, self.losses[document] / math.log(2))
 
     def details(self) -> dict[str, Any]:
-        """Facts for a table of the page, and for JSON."""
+        """Facts for the page and for JSON."""
         return self.subject.details() | {"bits per token": self.bits_per_token}
 
 
