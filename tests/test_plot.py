@@ -48,7 +48,7 @@ def test_several_runs_are_apart_by_their_folders(workdir, tmp_path_factory):
 
 def test_the_legend_of_two_runs_covers_no_curve(workdir, monkeypatch):
     figures = []
-    monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, output: figures.append(figure))
+    monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, *_, **options: figures.append(figure))
     curves = pictures.read_metrics(workdir, "bits_per_byte").items()
     pictures.draw({f"runs/{run}: {kind}": curve for run in "ab" for kind, curve in curves}, {}, "", workdir / "a.png")
     (figure,) = figures

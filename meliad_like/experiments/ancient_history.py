@@ -19,13 +19,14 @@ from matplotlib.figure import Figure
 from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
-from meliad_like.experiments.pictures import COLOURS
+from meliad_like.evaluation.pictures import COLOURS, save
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
 from meliad_like.history.evaluation import BASELINE, tables
 from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.settings import HistorySettings
+from meliad_like.remote import write_whole
 from meliad_like.resumable import read_json
 from meliad_like.run.opening import open_checkpoint, open_store, saved_config
 from meliad_like.tables import Table as TextTable
@@ -91,7 +92,7 @@ class HistoryExperiment(Settings):
         labels = {row.name: row.label for row in rows}
         papers = pd.DataFrame([row.paper for row in rows], list(labels), TABLE.paper_columns)
         frame = selections.loc[list(labels)].drop(columns=["nats", "nats_where_selected"])
-        frame.join(papers.add_prefix("paper: ")).to_csv(folder / f"{TABLE.name}.csv")
+        write_whole(folder / f"{TABLE.name}.csv", frame.join(papers.add_prefix("paper: ")).to_csv())
         _draw(frame, labels, folder / f"{TABLE.name}.png")
         in_paper = papers.rename(labels).rename_axis("selection").reset_index()
         title = "validation perplexities in the paper, on other documents"
@@ -104,7 +105,7 @@ class HistoryExperiment(Settings):
             *_selectors(folder, rows),
         ]
         markdown = "\n\n".join(map(str.rstrip, texts)) + "\n"
-        (folder / f"{TABLE.name}.md").write_text(markdown)
+        write_whole(folder / f"{TABLE.name}.md", markdown)
         return markdown
 
     def _request(self, selector: str = "") -> HistoryRequest:
@@ -167,4 +168,4 @@ def _draw(frame: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
     axes.axvline(0, color="grey", linestyle="--")
     axes.set_xlabel("change of the perplexity, percent")
     axes.grid(alpha=0.25)
-    picture.savefig(path)
+    save(picture, path)

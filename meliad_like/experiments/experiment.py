@@ -41,6 +41,7 @@ from meliad_like.experiments.tables import Row, Scale, Settings, Table, configur
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.remote import write_whole
 from meliad_like.resumable import locked, write_json
 from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, open_checkpoint, saved_config
 from meliad_like.run.setup import vocabulary_size
@@ -227,11 +228,11 @@ class Experiment(Settings):
             maps = gather_maps(results.rows, self.folder, self.seeds, self.split)
             markdown += "\n" + maps_to_markdown(maps, self._block_length)
             draw_maps(maps, path.with_suffix(".png"))
-            by_model(maps).to_csv(path.with_name(f"{path.name}_cells.csv"), index=False)
+            write_whole(path.with_name(f"{path.name}_cells.csv"), by_model(maps).to_csv(index=False))
         else:
             draw(results, path.with_suffix(".png"))
-        path.with_suffix(".md").write_text(markdown)
-        results.frame.to_csv(path.with_suffix(".csv"), index=False)
+        write_whole(path.with_suffix(".md"), markdown)
+        write_whole(path.with_suffix(".csv"), results.frame.to_csv(index=False))
         return markdown
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.pictures import draw_map
+from meliad_like.evaluation.pictures import draw_map, save
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import Row
 from meliad_like.studies.map_tables import accuracies, by_distance, by_model, summary, summary_table, tables
@@ -46,4 +46,4 @@ def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
         grid = cells.pivot(index="items", columns="distance", values="accuracy")
         draw_map(axes, grid, cells.chance.iloc[0])
         axes.set(xlabel="blocks of filler", ylabel="items", title=f"{label}: {task}")
-    picture.savefig(path)
+    save(picture, path)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from meliad_like.evaluation.pictures import COLOURS
+from meliad_like.evaluation.pictures import COLOURS, save
 from meliad_like.experiments.report import Results
 from meliad_like.experiments.tables import Panel
 
@@ -29,7 +29,7 @@ def draw(results: Results, path: Path) -> None:
             papers.set(title=f"in the paper: {panel.paper}")
         else:
             papers.remove()
-    picture.savefig(path)
+    save(picture, path)
 
 
 def _draw_panel(

@@ -27,6 +27,7 @@ from meliad_like.history.spans import Stride, candidates, whole_documents
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideStore, fingerprint
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.registry import fingerprint as fingerprint_of_values
+from meliad_like.remote import write_whole
 from meliad_like.resumable import Journal, check_same, write_json
 from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.tables import Table
@@ -123,7 +124,7 @@ def evaluate(
     for table in tables:
         Console().print(table.to_rich())
     write_json(folder / "evaluation.json", content)
-    (folder / "evaluation.md").write_text("\n".join(table.to_markdown() for table in tables))
+    write_whole(folder / "evaluation.md", "\n".join(table.to_markdown() for table in tables))
     print(f"wrote {folder / 'evaluation.md'} and .json")
 
 

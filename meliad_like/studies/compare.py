@@ -85,7 +85,6 @@ def run(
             Chart(f"gain_{index}", f"Gain by token: {name}", extremes, "token", "gain, bits", note, steps=True)
         )
         charts.append(Chart(f"total_{index}", f"Gain so far: {name}", total, "token", "sum of the gains, bits"))
-    context = ["document", "token", "before", "text", "after", "gain", "distance", "place", "category"]
     return Study(
         title=f"{first.label} against {second.label}",
         lead=[
@@ -95,8 +94,8 @@ def run(
         ],
         parts=[
             *charts,
-            Numbers("top", f"The {unit}s with the largest gains", best[context], FORMATS),
-            Numbers("worst", f"The {unit}s with the largest losses", worst[context], FORMATS),
+            Numbers("top", f"The {unit}s with the largest gains", best, FORMATS),
+            Numbers("worst", f"The {unit}s with the largest losses", worst, FORMATS),
             Numbers(
                 "by_place", f"Where the same {unit} last occurred", _group_table(groups["place"], best["place"]),
                 FORMATS,
@@ -176,7 +175,7 @@ def largest(units: Units, table: pd.DataFrame, count: int, sign: int, words: boo
 
 def _tokens(selection: Selection, first: ModelLosses, other: ModelLosses) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The bits that each model paid for every token, and their sums over each document."""
-    tokens = pd.concat([
+    frames = [
         pd.DataFrame({
             "document": name,
             "token": selection.whole(index),
@@ -184,12 +183,14 @@ def _tokens(selection: Selection, first: ModelLosses, other: ModelLosses) -> tup
             "other_bits": other.bits(index),
         })
         for index, name in enumerate(selection.documents.names)
-    ])  # fmt: skip
-    by_document = tokens.groupby("document", sort=False)
-    sums = by_document[["first_bits", "other_bits"]].sum().reset_index()
-    sums.insert(1, "tokens", by_document.size().to_numpy())
-    sums.insert(2, "targets", [int(np.count_nonzero(which)) for which in first.counted])
-    return tokens, sums
+    ]  # fmt: skip
+    sums = pd.DataFrame({
+        "document": selection.documents.names,
+        "tokens": list(map(len, frames)),
+        "targets": [int(np.count_nonzero(which)) for which in first.counted],
+        **{name: [frame[name].sum() for frame in frames] for name in ("first_bits", "other_bits")},
+    })  # fmt: skip
+    return pd.concat(frames), sums
 
 
 def _along(gains: Float[np.ndarray, " tokens"]) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -142,8 +142,8 @@ def run(request: StudyRequest) -> Study:
             Numbers(
                 "time_constants",
                 "Time constants of the channels, blocks",
-                _quantiles(constants, ",.3g"),
-                {},
+                _quantiles(constants),
+                dict.fromkeys(constants, ",.3g"),
                 f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is "
                 "-1/log(g) blocks, and after 0.69 of it half is left. Of gates that depend on what is read, g is the "
                 "forget gate, averaged over states and blocks.",
@@ -164,7 +164,11 @@ def run(request: StudyRequest) -> Study:
         parts.append(Numbers("gates", "All channels", channels, shown=False))
     if measured:
         note = "The shares of the states that are kept, and of the updates that are added."
-        parts.append(Numbers("measured", "Measured gates, by channel", _quantiles(measured, ".3f"), {}, note))
+        parts.append(
+            Numbers(
+                "measured", "Measured gates, by channel", _quantiles(measured), dict.fromkeys(measured, ".3f"), note
+            )
+        )
     parts.append(
         Chart(
             "similarity",
@@ -211,9 +215,9 @@ def run(request: StudyRequest) -> Study:
     )  # fmt: skip
 
 
-def _quantiles(by_gate: Mapping[str, np.ndarray], form: str) -> pd.DataFrame:
-    """The quantiles over channels as text, with a column for each gate."""
-    columns = {name: [f"{share:{form}}" for share in np.quantile(v, QUANTILES)] for name, v in by_gate.items()}
+def _quantiles(by_gate: Mapping[str, np.ndarray]) -> pd.DataFrame:
+    """The quantiles over channels, with a column for each gate."""
+    columns = {name: np.quantile(values, QUANTILES) for name, values in by_gate.items()}
     return pd.DataFrame({"quantile": [f"{share:.0%}" for share in QUANTILES]} | columns)
 
 
