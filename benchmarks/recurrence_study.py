@@ -106,13 +106,13 @@ def run_all() -> int:
     # Two runs at the same time with one thread each are faster than one after the other with two threads.
     one_thread = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"} if JOBS.value > 1 else {}
 
-    def run(workdir: Path) -> int:
+    def start(workdir: Path) -> int:
         workdir.mkdir(parents=True, exist_ok=True)
         with (workdir / "log.txt").open("a") as log:
             return subprocess.run(commands[workdir], stdout=log, stderr=log, env=one_thread | os.environ).returncode
 
     with ThreadPoolExecutor(JOBS.value) as pool:
-        return max(pool.map(run, commands), default=0)
+        return max(pool.map(start, commands), default=0)
 
 
 def read_results() -> dict[str, dict]:

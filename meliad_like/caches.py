@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 2 << 30
 """The size to which the folder of compiled programs is cut at the start of a program. JAX's own limit is not used: it
@@ -51,14 +52,15 @@ def without_compiled_programs() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_enable_compilation_cache
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
     try:
-        jax.config.update("jax_enable_compilation_cache", False)
+        config.update("jax_enable_compilation_cache", False)
         # JAX asks for the setting once.
         compilation_cache.reset_cache()
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
 
 

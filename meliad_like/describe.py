@@ -5,7 +5,7 @@
     meliad_like describe --gin_file=size/large_1200m.gin --gin_file=block_recurrent/fixed_skip.gin
 
 Of a run it shows the whole config, its parameters, its memory, and the cost of a token. Activations are not included,
-because only the compiler knows them: `meliad_like plan` compiles the run. Files and rows combine, as gin/README.md says.
+because only the compiler knows them: `meliad_like plan` compiles the run. Files and rows combine (gin/README.md).
 """
 
 import os
@@ -23,8 +23,9 @@ def main(*words: str) -> int:
     # Nothing is computed, so an accelerator, which another program may use, is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if not COMMAND.gin_flags:
-        if flag := next((flag for flag in (VOCABULARY_SIZE, CONFIG) if flag.present), None):
-            raise UserError(f"--{flag.name} has no effect without --gin_file, which lists files")
+        for flag in (VOCABULARY_SIZE, CONFIG):
+            if flag.present:
+                raise UserError(f"--{flag.name} has no effect without --gin_file, which lists files")
         return list_files(words)
     if words:
         raise UserError(f"unexpected argument {words[0]!r}: words are for listing files, without --gin_file")
