@@ -39,9 +39,10 @@ from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
+from meliad_like.mixers.lightning_attention import LightningAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
-from meliad_like.mixers.retention import LightningAttention, Retention
+from meliad_like.mixers.retention import Retention
 from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig

@@ -16,9 +16,10 @@ from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
 from meliad_like.mixers.base import MIXERS, At
-from meliad_like.mixers.gated_delta_rule import DeltaCarry, GatedDeltaRule
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
-from meliad_like.mixers.mamba2 import Mamba2, Mamba2Carry
+from meliad_like.mixers.mamba2 import Mamba2
+from meliad_like.mixers.matrix_recurrence import MatrixCarry
 from meliad_like.mixers.retention import Retention
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import DecoderLayer
@@ -171,13 +172,11 @@ def carry_of(name, of):
     """The released state is [b, h, k, p] in delta rules, and its convolution has a fourth column that is never read."""
     state, conv = arrays(name)[f"state{of}"], arrays(name)[f"conv{of}"]
     recent = np.swapaxes(conv[..., 1:], 1, 2)
-    if isinstance(LAYERS[name].config, Mamba2):
-        return Mamba2Carry(state, recent)
-    return DeltaCarry(np.swapaxes(state, 2, 3), recent)
+    return MatrixCarry(state if isinstance(LAYERS[name].config, Mamba2) else np.swapaxes(state, 2, 3), recent)
 
 
 def check_carry(carry, name, of):
-    state = carry.matrix if isinstance(carry, Mamba2Carry) else np.swapaxes(carry.matrix, 2, 3)
+    state = carry.matrix if isinstance(LAYERS[name].config, Mamba2) else np.swapaxes(carry.matrix, 2, 3)
     assert_as_exact(state, arrays(name), f"state{of}")
     exact = arrays(name)[f"conv{of}_64"][..., 1:]
     assert error(np.swapaxes(carry.recent, 1, 2), exact) < 1e-6

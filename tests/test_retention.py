@@ -8,7 +8,8 @@ from einops import rearrange
 from flax import nnx
 
 from meliad_like.mixers.base import At
-from meliad_like.mixers.retention import LightningAttention, Retention
+from meliad_like.mixers.lightning_attention import LightningAttention
+from meliad_like.mixers.retention import Retention
 from meliad_like.models.decoder import DecoderConfig
 
 D, H, K, N = 12, 2, 4, 48

@@ -31,9 +31,11 @@ POSITION_NAMES = ("none", "t5", "fourier", "alibi", "network", "orthogonal", "ro
 MIXER_SETTINGS: dict[type, Any] = {
     SlidingWindow: lambda mixer, shape: {},
     RecurrentStates: lambda mixer, shape: {name: getattr(mixer, name) for name in ("num_states", "gate", "cell")},
-    GatedDeltaRule: lambda mixer, shape: dict(
-        zip(("num_heads", "value_size", "conv_length"), (*mixer.value_shape(shape), mixer.conv_length))
-    ),
+    GatedDeltaRule: lambda mixer, shape: {
+        "num_heads": mixer.sizes(shape).heads,
+        "value_size": mixer.sizes(shape).value_size,
+        "conv_length": mixer.conv_length,
+    },
 }
 """The mixers that `torch_model.py` has, and the arguments of their classes there."""
 ONLY_DEFAULTS = [

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 
 from meliad_like.layers.attention import split_heads
 from meliad_like.layers.basic import Linear, parameter
-from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import inverse_softplus_step
 from meliad_like.mixers.base import MIXERS, Shape
 from meliad_like.mixers.gated_delta_rule import DeltaRule, DeltaRuleConfig
+from meliad_like.mixers.matrix_recurrence import Sizes
 
 
 class LowRank(nnx.Module):
@@ -57,7 +57,11 @@ class KimiDeltaAttention(DeltaRuleConfig):
     def build(self, shape, *, rngs):
         return KimiDelta(self, shape, rngs=rngs)
 
-    def flops(self, shape):
-        """The rule, and two projections of low rank."""
+    def sizes(self, shape):
+        heads, head_size = shape.num_heads, shape.head_size
+        return Sizes(heads, heads, head_size, head_size, by_channel=True, corrected=True)
+
+    def projection_flops(self, shape):
+        """Queries, keys, values and strengths, and two projections of low rank."""
         low_rank = 2 * shape.head_size * (shape.model_width + shape.inner_width)
-        return Flops.of_products(self.flops_of(shape, by_channel=True) + 2 * low_rank)
+        return 2 * shape.model_width * (3 * shape.inner_width + shape.num_heads) + 2 * low_rank

@@ -1,0 +1,158 @@
+"""The base of linear recurrences whose state is a matrix for each head (`layers/linear_recurrence.py`).
+
+A mixer of this kind says what a token reads and writes: projections, perhaps a short convolution along the document,
+the rule of the recurrence, and the results from what the matrices give. The carry, reading segments and tokens, and the
+operations are here. The states start at zero with every document. In shapes `p` is the size of a value, `k` that of a
+key, and `h` the number of heads.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meliad_like.layers.flops import Flops
+from meliad_like.layers.linear_recurrence import (
+    Rule,
+    check_chunks,
+    convolve_segment,
+    convolve_token,
+    flops_of_rule,
+    read_chunks,
+    read_token,
+)
+from meliad_like.layers.sharding import num_parts
+from meliad_like.mixers.base import Mixer, Shape, StatesConfig, Traits, check_taps
+from meliad_like.registry import size
+from meliad_like.validation import check_positive
+
+
+class MatrixCarry(NamedTuple):
+    """What passes from token to token."""
+
+    matrix: Float[Array, "b h p k"]
+    """The states, float32: from keys (last axis) to values."""
+    recent: Float[Array, "b recent channels"] | None = None
+    """The last inputs of the convolution, of one token fewer than it sees; None without a convolution."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a recurrence, and what its rule has."""
+
+    groups: int
+    """The number of groups of heads; a group shares queries and keys."""
+    heads: int
+    key_size: int
+    value_size: int
+    by_channel: bool = False
+    """Whether each channel of a key has a decay of its own."""
+    corrected: bool = False
+    """Whether the rule is the delta rule, which corrects what the matrix gives for the key."""
+
+
+class MatrixRecurrence(Mixer):
+    """Tokens write to and read from matrices that forget."""
+
+    def __init__(self, config: "MatrixConfig", shape: Shape):
+        self.config, self.w, self.sizes = config, shape.window_length, config.sizes(shape)
+
+    def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
+        """What the convolution reads, or without one the rule's own inputs, and the other projections."""
+        raise NotImplementedError
+
+    def convolution(self) -> Float[Array, "taps channels"] | None:
+        """The filters of the convolution; None: there is no convolution."""
+        return None
+
+    def rule(self, inputs: Any, others: Any) -> tuple[Rule, Any]:
+        """What the tokens do with the states, and what `output` needs, from the results of `project`. The first of them
+        has passed the convolution and is float32."""
+        raise NotImplementedError
+
+    def output(self, y: Float[Array, "b h n p"], needed: Any) -> Float[Array, "b n i"]:
+        """The results of the mixer, from what the tokens read and the second result of `rule`."""
+        raise NotImplementedError
+
+    def moved(self, matrix: Float[Array, "b h p k"], n: int) -> Float[Array, "b h p k"]:
+        """The states after `n` tokens, for a rule in whose keys positions count from a segment's first token."""
+        del n
+        return matrix
+
+    def init_carry(self, b, dtype):
+        matrix = jnp.zeros((b, self.sizes.heads, self.sizes.value_size, self.sizes.key_size), jnp.float32)
+        if (filters := self.convolution()) is None:
+            return MatrixCarry(matrix)
+        return MatrixCarry(matrix, jnp.zeros((b, filters.shape[0] - 1, filters.shape[1]), dtype))
+
+    def __call__(self, x, at, carry, dropout_key):
+        def read(rule, matrix):
+            return read_chunks(rule, matrix, at.start, math.gcd(self.w, self.config.chunk_length))
+
+        return self._read(x, num_parts() * x.shape[1], carry, partial(convolve_segment, start=at.start), read)
+
+    def step(self, x, at, carry):
+        def read(rule, matrix):
+            matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
+            return matrix, y[:, :, None]
+
+        y, carry = self._read(x[:, None], 1, carry, convolve_token, read)
+        return y[:, 0], carry
+
+    def _read(self, x: Float[Array, "b n d"], n: int, carry: MatrixCarry, convolve: Callable, read: Callable):
+        inputs, others = self.project(x)
+        recent, filters = carry.recent, self.convolution()
+        if filters is not None:
+            inputs, recent = convolve(inputs, recent, filters)
+        rule, needed = self.rule(inputs, others)
+        matrix, y = read(rule, carry.matrix)
+        return self.output(y, needed), MatrixCarry(self.moved(matrix, n), recent)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixConfig(StatesConfig):
+    """The config of a recurrence of matrices."""
+
+    chunk_length: int = size(64, "fixed")
+    """The number of tokens that are read in parallel, a power of two; at most the largest one that divides a block."""
+
+    def __post_init__(self):
+        check_chunks(self)
+
+    def sizes(self, shape: Shape) -> Sizes:
+        """The sizes of the recurrence in a decoder of this shape."""
+        raise NotImplementedError
+
+    def projection_flops(self, shape: Shape) -> int:
+        """The operations of a token's projections."""
+        raise NotImplementedError
+
+    def width(self, shape):
+        return self.sizes(shape).heads * self.sizes(shape).value_size
+
+    def flops(self, shape):
+        """Projections, and the recurrence."""
+        chunk, sizes = math.gcd(shape.window_length, self.chunk_length), self.sizes(shape)._asdict()
+        return Flops.of_products(self.projection_flops(shape) + flops_of_rule(chunk, **sizes))
+
+    def traits(self, shape):
+        return Traits(states=("matrix",), needs_segments=self.needs_segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolvedMatrixConfig(MatrixConfig):
+    """The config of a recurrence of matrices that reads the results of a short convolution along the document."""
+
+    conv_length: int = size(4, "fixed")
+    """The number of tokens that the short convolution sees, the token itself included."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, ("conv_length",))
+
+    def check(self, shape):
+        check_taps(self, shape)
