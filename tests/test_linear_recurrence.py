@@ -118,6 +118,34 @@ def test_chunks_and_tokens_have_the_same_gradients(monkeypatch, kind, make, on_a
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * np.abs(b).max())
 
 
+def gradient_of_rates(rates, steps, rule, chunk, dtype):
+    """The gradient of Mamba-2's rates, whose product with a token's step is its decay; a chunk of 0: token by token."""
+
+    def loss(rates):
+        parts = (jnp.asarray(x, dtype) for x in (rule.query, rule.key, rule.value))
+        changed = Rule(*parts, -rates[:, None, None] * steps, None)
+        start, matrix = starts("one document"), jnp.zeros((B, H, P, K), dtype)
+        matrix, read = read_chunks(changed, matrix, start, chunk) if chunk else by_token(changed, matrix)
+        return jnp.sum(jnp.sin(read)) + jnp.sum(matrix)
+
+    return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(rates, dtype)), np.float64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_rates_are_exact_where_some_tokens_forget_all(seed):
+    """Steps near 30 among ordinary ones: a difference of sums over a chunk would lose the gradient's digits there."""
+    generator = np.random.default_rng(seed)
+    steps, rates = generator.uniform(0.001, 0.1, (B, H, N, 1)), np.linspace(1, 16, H)
+    steps[:, :, ::7] = generator.uniform(25, 35, steps[:, :, ::7].shape)
+    steps, rates, rule = steps.astype(np.float32), rates.astype(np.float32), rule_of("mamba", seed)
+    with jax.enable_x64(True):
+        exact = gradient_of_rates(rates, np.asarray(steps, np.float64), rule, 0, np.float64)
+    for chunk in (0, 1, 8, 32):
+        ours = gradient_of_rates(rates, steps, rule, chunk, np.float32)
+        assert np.linalg.norm(ours - exact) <= 3e-5 * np.linalg.norm(exact), chunk
+        np.testing.assert_allclose(ours, exact, rtol=3e-5, err_msg=str(chunk))
+
+
 @on_each_platform
 def test_extreme_decays_equal_the_plain_loop(monkeypatch, kind, on_accelerator):
     monkeypatch.setattr(linear_recurrence, "fills_whole_triangles", lambda: on_accelerator)

@@ -157,27 +157,43 @@ def decayed_products(
         results = products_by_channel(rearrange(x, "j c b h t k -> c b h (t j) k"), key, log_decay)
         products, begin, end = (rearrange(y, "c b (g r) s k -> c b g r s k", g=groups) for y in results)
         return [products[..., i :: len(x), :] for i in range(len(x))], jnp.exp(begin), jnp.exp(end)
-    coarse, fine = sums_in_parts(log_decay[..., 0])
+    between, since_begin, until_end = sums_between(log_decay[..., 0])
     # Masked before the exponential.
-    between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
     heads = log_decay.shape[3] if adds_heads_one_by_one() else 1
     products = [jnp.concatenate([x @ transposed(key)] * heads, axis=3) * decays for x in readers]
-    until_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
-    return products, jnp.exp(coarse + fine)[..., None], jnp.exp(until_end)[..., None]
+    return products, jnp.exp(since_begin)[..., None], jnp.exp(until_end)[..., None]
 
 
-def sums_in_parts(log_decay: Float[Array, "*batch t"]) -> Float[Array, "2 *batch t"]:
-    """The sums of logarithms of decays up to each token in two parts, whose differences are as exact as the logarithms.
+@jax.custom_jvp
+def sums_between(
+    log_decay: Float[Array, "*batch t"],
+) -> tuple[Float[Array, "*batch t t"], Float[Array, "*batch t"], Float[Array, "*batch t"]]:
+    """The sums of logarithms of decays from each token s to each later token t (entry [t, s], without that of s), up to
+    each token, and from each token to the end.
 
     A head can decay by exp(-300) at each of some tokens and hardly at the others, for which the difference of two
     float32 sums would have no digits left. So the multiples of a power of two are added separately: these sums have at
     most 24 binary digits, as no logarithm is below -128, and so are exact.
+
+    The same holds for derivatives. That of a token's logarithm is a sum over the pairs of tokens around it, which is 0
+    where the token forgets all; as a difference of sums over more pairs it would keep their rounding errors, and is
+    then multiplied by a logarithm of -300. So derivatives never use differences.
     """
     t = log_decay.shape[-1]
     unit = t / 2**17
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay / unit) * unit)
-    return exact_product(jnp.stack([coarse, log_decay - coarse]), np.tri(t, dtype=np.float32).T)
+    rounded = jnp.round(log_decay / unit) * unit
+    coarse, fine = exact_product(jnp.stack([rounded, log_decay - rounded]), np.tri(t, dtype=np.float32).T)
+    between = (coarse[..., None] - coarse[..., None, :]) + (fine[..., None] - fine[..., None, :])
+    return between, coarse + fine, (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+
+
+@sums_between.defjvp
+def _sums_between_jvp(primals, tangents):
+    (tangent,), not_after = tangents, np.tri(primals[0].shape[-1], dtype=np.float32)
+    after = 1 - not_after
+    between = exact_product(not_after, tangent[..., None] * after.T)
+    return sums_between(*primals), (between, exact_product(tangent, not_after.T), exact_product(tangent, after.T))
 
 
 def products_by_channel(
