@@ -12,7 +12,7 @@ from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import At
-from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry
+from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry, bounded_sqrt
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.layer import DecoderLayer
 
@@ -179,6 +179,28 @@ def test_extreme_gates(dtype):
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(gradient))
     expected = plain_loop(params, np.asarray(x, np.float64))
     assert error(read_document(params, x), expected) < {"float32": 2.4e-5, "bfloat16": 1.8e-2}[dtype]
+
+
+def test_the_derivative_of_the_root_is_bounded():
+    derivative = jax.vmap(jax.grad(bounded_sqrt))(jnp.float32([0, 1e-30, 1e-8, 1e-4, 0.25]))
+    np.testing.assert_allclose(derivative, [1000, 1000, 1000, 50, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [-15.0, -10.0, 0.0, 15.0])
+def test_the_share_of_the_input_has_all_its_digits(decay):
+    """1 - a^2 between 5e-6 and 1, for channels that hardly forget, and for those that forget at once."""
+    a = arrays("rglru_block")
+    bound = bind(params_of(a) | {("mixers", "rg_lru", "decay"): np.full(24, decay, np.float32)})
+    u = np.random.default_rng(0).normal(size=(1, 5, 24)).astype(np.float32)
+    mixer = bound.mixers["rg_lru"]
+    recurrence, gate = (
+        1 / (1 + np.exp(-np.asarray(each(jnp.asarray(u)), np.float64)))
+        for each in (mixer.recurrence_gate, mixer.input_gate)
+    )
+    kept, added = mixer._coefficients(jnp.asarray(u), jnp.zeros((1, 5), bool))
+    log_decay = -8 * recurrence * np.logaddexp(0, decay)
+    np.testing.assert_allclose(kept, np.exp(log_decay), rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(added, np.sqrt(-np.expm1(2 * log_decay)) * gate * u, rtol=2e-6)
 
 
 def test_bfloat16_is_as_exact_as_the_released_code():
