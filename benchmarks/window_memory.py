@@ -26,7 +26,8 @@ def planned_bytes(run: RunConfig, model: Model, num_windows: int) -> int:
     tokens = jax.ShapeDtypeStruct((1, num_windows * model.config.window_length), jnp.int32)
     windows = jax.ShapeDtypeStruct((1, num_windows), jnp.int32)
     mask, start = (jax.ShapeDtypeStruct(x.shape, bool) for x in (tokens, windows))
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    schedule = make_schedule(run.schedule, run.training.num_steps)
+    optimizer = make_optimizer(run.optimizer, schedule, model.kinds)
     state = jax.eval_shape(lambda: init_state(model, optimizer, 1, jax.random.key(0)))
     step = jax.jit(make_train_step(model, optimizer, run.training), donate_argnums=0)
     batch = Batch(tokens, tokens, mask, start, windows, windows)  # type: ignore[arg-type]

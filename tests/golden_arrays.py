@@ -48,7 +48,7 @@ def compared_segments(model, params, segments, slice_length):
 def train_eight_steps(arrays, model, params, segments):
     """Trains with the batches of the three segments in turn, compares losses, and returns the parameters."""
     schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
-    optimizer = make_optimizer(Adafactor(), schedule)
+    optimizer = make_optimizer(Adafactor(), schedule, model.kinds)
     state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
         params=params, optimizer_state=optimizer.init(params)
     )

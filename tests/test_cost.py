@@ -32,7 +32,8 @@ def compile_step(row: str, layers: list[str], segment_length: int, loss_slice: i
         ],
     )
     model = Model(run.model, VOCABULARY_SIZE)
-    optimizer = make_optimizer(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+    schedule = make_schedule(run.schedule, run.training.num_steps)
+    optimizer = make_optimizer(run.optimizer, schedule, model.kinds)
     state = jax.eval_shape(lambda key: init_state(model, optimizer, 1, key), jax.random.key(0))
     step = jax.jit(make_train_step(model, optimizer, run.training), donate_argnums=0)
     return step.lower(state, empty_batch(1, segment_length, run.model.window_length)).compile()

@@ -75,7 +75,7 @@ def test_bias_of_a_gate():
 def test_scale_of_queries():
     class Scale(nnx.Module):
         def __init__(self):
-            self.scale = parameter(jax.random.key(0), jax.nn.initializers.ones, (2,), ("heads",))
+            self.scale = parameter(jax.random.key(0), jax.nn.initializers.ones, (2,), ("heads",), "scale")
 
     query = jnp.zeros((4, 2, COUNT // 4, 8), HALF).at[..., 0].set(1)
     check(gradient(Scale(), lambda module: unit_query(query, module.scale)[..., 0]).scale)

@@ -1,6 +1,9 @@
 """Every parameter of the model of every shipped gin file and row is trained: none has a gradient of zero."""
 
 import dataclasses
+import re
+from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,9 @@ from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import collect
 from meliad_like.history.settings import HistorySettings
+from meliad_like.layers.basic import Kind
 from meliad_like.models.model import Model
+from meliad_like.optimization.optimizers import DECAYED
 from meliad_like.registry import configs_in
 from meliad_like.run import shrinking
 
@@ -84,3 +89,20 @@ def test_every_parameter_gets_a_gradient(run, monkeypatch):
     moved = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32), params)
     trained = {name: value for name, value in gradient(moved).items() if model.rate_factors.get(name) != 0}
     assert not [path_of(path) for path, leaf in jax.tree.leaves_with_path(trained) if not np.any(np.asarray(leaf))]
+
+
+def test_what_the_parameters_are():
+    """`parameter_kinds.txt` has all parameters by what they are, read by a person: which have weight decay, and which
+    Muon makes orthogonal."""
+    found = {}
+    for run in small_models():
+        [run] = run.values
+        for path, kind in jax.tree.leaves_with_path(Model(shrinking.shrink(run).model, V).kinds):
+            found.setdefault(re.sub(r"/\d+(?=/)", "/*", path_of(path)), set()).add(kind)
+    assert all(len(kinds) == 1 for kinds in found.values())
+    assert DECAYED == {"matrix", "table", "filter"}
+    lines = []
+    for kind in get_args(Kind):
+        lines += [f"# {kind}", *sorted(name for name, kinds in found.items() if kind in kinds), ""]
+    table = Path(__file__).with_name("parameter_kinds.txt").read_text().splitlines()
+    assert [line for line in table if not line.startswith("#:")] == lines[:-1]

@@ -127,7 +127,7 @@ def by_softmax(scale, query, key, value, before_key, before_value):
 
 
 def scales(*values):
-    return parameter(jax.random.key(0), lambda *_: jnp.asarray(values), (2,), ("heads",))
+    return parameter(jax.random.key(0), lambda *_: jnp.asarray(values), (2,), ("heads",), "scale")
 
 
 @pytest.mark.parametrize(("scale", "tolerance"), [(8.0, 1e-5), (40.0, 1e-3)])
@@ -138,6 +138,12 @@ def test_attention_of_unit_vectors_and_its_gradients_are_those_of_a_softmax(scal
     arguments = (scales(-5.0, scale), *attention_arguments())
     for ours, theirs in zip(*(jax.tree.leaves(total(f)(*arguments)) for f in (by_attend_unit, by_softmax))):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_short_vectors_stay_short():
+    """The square of the length counts as 1e-6 more."""
+    lengths = np.float32([[1e-5], [1e-3], [1.0]])
+    np.testing.assert_allclose(unit(lengths), lengths / np.sqrt(lengths.astype(np.float64) ** 2 + 1e-6), rtol=1e-6)
 
 
 def test_an_iteration_keeps_less_on_accelerators(accelerator):

@@ -28,6 +28,11 @@ SHAPES = {
     "layer0": {"kernel": (16, 64), "square": (16, 16), "scale": (16,), "states": (5, 16)},
     "untied": (3, 8, 16),
 }
+KINDS = {
+    "embedding": "table",
+    "layer0": {"kernel": "matrix", "square": "filter", "scale": "scale", "states": "table"},
+    "untied": "matrix",
+}
 
 
 def make_params(seed: int):
@@ -38,7 +43,7 @@ def make_params(seed: int):
 
 def optimizer_of(name: str):
     config = Adafactor(factored_size=8) if name == "adafactor" else OPTIMIZERS[name]()
-    return make_optimizer(config, lambda step: jnp.float32(0.01))
+    return make_optimizer(config, lambda step: jnp.float32(0.01), KINDS)
 
 
 def two_updates(optimizer, params, state):

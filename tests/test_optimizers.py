@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import optax
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.layers.basic import Kind
 from meliad_like.optimization.averages import gradient_point
 from meliad_like.optimization.optimizers import (
     OPTIMIZERS,
@@ -32,8 +34,12 @@ def scheduled(step):
     return jnp.asarray(GOLDEN["learning_rates"])[step]
 
 
-def one_update(config: OptimizerConfig, params, gradients):
-    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
+def kinds_of(params):
+    return jax.tree.map(lambda param: "matrix" if param.ndim == 2 else "bias", params)
+
+
+def one_update(config: OptimizerConfig, params, gradients, kinds=None):
+    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1), kinds or kinds_of(params))
     updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
     return updates
 
@@ -48,8 +54,8 @@ def one_update(config: OptimizerConfig, params, gradients):
     ],
 )
 def test_golden_updates(case, config, schedule):
-    optimizer = make_optimizer(config, schedule)
     params = golden_tree("params0/")
+    optimizer = make_optimizer(config, schedule, kinds_of(params))
     state = optimizer.init(params)
     for step in range(3):
         updates, state = jax.jit(optimizer.update)(golden_tree(f"step{step}/grads/"), state, params)
@@ -62,7 +68,7 @@ def test_nag_is_fairseqs():
     """Its update as its code writes it, with rates that change from step to step and a decay of the weights."""
     rates, m, decay = [0.5, 1.0, 0.2, 0.4], 0.9, 0.01
     config = Nesterov(momentum=m, weight_decay=decay)
-    optimizer = make_optimizer(config, lambda step: jnp.asarray(rates)[step])
+    optimizer = make_optimizer(config, lambda step: jnp.asarray(rates)[step], {"a": "matrix"})
     gradients = np.random.default_rng(0).normal(size=(4, 1, 3))
     ours, theirs, buffer = {"a": jnp.ones((1, 3))}, np.ones((1, 3)), np.zeros((1, 3))
     state = optimizer.init(ours)
@@ -76,7 +82,7 @@ def test_nag_is_fairseqs():
 
 
 def test_nag_after_a_rate_of_zero():
-    optimizer = make_optimizer(Nesterov(), lambda step: jnp.asarray([0.0, 0.5])[step])
+    optimizer = make_optimizer(Nesterov(), lambda step: jnp.asarray([0.0, 0.5])[step], {"a": "bias"})
     params = {"a": jnp.ones(2)}
     updates, state = optimizer.update({"a": jnp.ones(2)}, optimizer.init(params), params)
     np.testing.assert_array_equal(updates["a"], 0)
@@ -86,12 +92,12 @@ def test_nag_after_a_rate_of_zero():
 
 def test_factored_parameters_need_no_full_second_moment():
     params = {"large": jnp.ones((128, 200)), "small": jnp.ones((127, 200))}
-    state = optax.tree_utils.tree_get(make_optimizer(Adafactor(), scheduled).init(params), "v")
+    state = optax.tree_utils.tree_get(make_optimizer(Adafactor(), scheduled, kinds_of(params)).init(params), "v")
     assert {name: array.shape for name, array in state.items()} == {"large": (1,), "small": (127, 200)}
 
 
 def test_state_is_float32():
-    state = make_optimizer(Adafactor(), scheduled).init({"kernel": jnp.ones((128, 128))})
+    state = make_optimizer(Adafactor(), scheduled, {"kernel": "matrix"}).init({"kernel": jnp.ones((128, 128))})
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
 
 
@@ -106,7 +112,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     params = {"a": jnp.ones(2), "b": jnp.ones(1)}
     gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
     config = Adam(weight_decay=0.0, first_decay=0.0, clip_norm=1.0)
-    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1))
+    optimizer = make_optimizer(config, lambda step: jnp.float32(0.1), kinds_of(params))
     _, state = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["a"], [0.6, 0], rtol=1e-6)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu")["b"], [0.8], rtol=1e-6)
@@ -116,25 +122,34 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     "name, removed",
     [("adam", 0.02 * 0.1 * 0.05), ("adafactor", 0.02), ("nag", 0.02 * 0.1), ("lion", 0.02 * 0.1 * 0.01)],
 )
-def test_weight_decay_spares_norms_and_biases(name, removed):
-    params = {"kernel": jnp.full((2, 3), 2.0), "bias": jnp.full(3, 2.0)}
-    updates = one_update(OPTIMIZERS[name](weight_decay=0.02), params, jax.tree.map(jnp.zeros_like, params))
-    np.testing.assert_allclose(updates["kernel"], np.full((2, 3), -2 * removed), rtol=1e-5)
-    np.testing.assert_array_equal(updates["bias"], np.zeros(3))
+def test_weight_decay_is_for_matrices_tables_and_filters(name, removed):
+    """All parameters have two axes: their number says nothing. A part of the parameters is fixed."""
+    kinds: dict = {kind: kind for kind in get_args(Kind)} | {"fixed": {"matrix": "matrix"}}
+    params = jax.tree.map(lambda _: jnp.full((2, 3), 2.0), kinds)
+    optimizer = make_optimizer(OPTIMIZERS[name](weight_decay=0.02), lambda step: 0.1, kinds, {"fixed": 0.0})
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for kind in ("matrix", "table", "filter"):
+        np.testing.assert_allclose(updates[kind], np.full((2, 3), -2 * removed), rtol=1e-5)
+    for still in (updates["bias"], updates["scale"], updates["rate"], updates["fixed"]["matrix"]):
+        np.testing.assert_array_equal(still, np.zeros((2, 3)))
 
 
 def test_a_factor_on_the_rate_of_some_parameters():
     params = {"a": {"b": jnp.full(3, 2.0)}, "c": jnp.ones(2), "d": jnp.ones(2)}
     rate = lambda step: jnp.float32(0.1)  # noqa: E731
-    optimizer = make_optimizer(Adam(), rate)
+    optimizer = make_optimizer(Adam(), rate, kinds_of(params))
 
     def updates(optimizer):
         return optimizer.update(params, optimizer.init(params), params)[0]
 
-    plain, changed = updates(optimizer), updates(make_optimizer(Adam(), rate, {"a": 10.0, "c": 0.0}))
+    changed = updates(make_optimizer(Adam(), rate, kinds_of(params), {"a": 10.0, "c": 0.0}))
+    plain = updates(optimizer)
     np.testing.assert_allclose(changed["a"]["b"], 10 * plain["a"]["b"], rtol=1e-6)
     np.testing.assert_array_equal(changed["c"], np.zeros(2))
     np.testing.assert_array_equal(changed["d"], plain["d"])
+
+
+KERNEL = {"kernel": "matrix"}
 
 
 def averages_and_points(optimizer, steps: int):
@@ -151,7 +166,7 @@ def averages_and_points(optimizer, steps: int):
 
 def test_schedule_free_is_optaxs():
     config = ScheduleFree(weight_decay=0.1)
-    averages, points, _ = averages_and_points(make_optimizer(config, lambda step: jnp.float32(0.2)), 5)
+    averages, points, _ = averages_and_points(make_optimizer(config, lambda step: jnp.float32(0.2), KERNEL), 5)
     adam = optax.adamw(0.01, 0.0, config.second_decay, config.epsilon, weight_decay=0.1)
     optimizer = optax.contrib.schedule_free(adam, 0.01, b1=0.9)
     params = {"kernel": points[0]}
@@ -166,7 +181,7 @@ def test_schedule_free_is_optaxs():
 def test_averages_by_hand():
     """Each step's parameters count with the square of the rate, or with a power of the decay."""
     rates = np.array([0.0, 0.1, 0.2, 0.2])
-    schedule_free = make_optimizer(ScheduleFree(base_rate=1.0), lambda step: jnp.asarray(rates)[step])
+    schedule_free = make_optimizer(ScheduleFree(base_rate=1.0), lambda step: jnp.asarray(rates)[step], KERNEL)
     averages, points, state = averages_and_points(schedule_free, 4)
     np.testing.assert_array_equal(averages[0], points[0])
     np.testing.assert_allclose(state.total, sum(rates**2), rtol=1e-6)
@@ -174,7 +189,7 @@ def test_averages_by_hand():
     moved = [10 * (point - 0.9 * average) for point, average in zip(points[1:], averages)]
     np.testing.assert_allclose(averages[2], 0.2 * moved[1] + 0.8 * moved[2], rtol=1e-5)
 
-    averages, points, state = averages_and_points(make_optimizer(Adam(average_decay=0.5), lambda step: 1.0), 3)
+    averages, points, state = averages_and_points(make_optimizer(Adam(average_decay=0.5), lambda step: 1.0, KERNEL), 3)
     one, two, three = *points[1:], state.trained["kernel"]
     np.testing.assert_allclose(averages[2], (0.25 * one + 0.5 * two + three) / 1.75, rtol=1e-6)
 
@@ -191,15 +206,20 @@ def test_muon_makes_matrices_orthogonal():
         np.testing.assert_allclose(together[name], orthogonal({name: update})[name], rtol=1e-4, atol=1e-5)
 
 
-def test_muon_is_for_kernels_and_adamw_for_the_rest():
-    params = {"embedding": jnp.ones((4, 4)), "layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(4)}}
+def test_muon_is_for_matrices_and_adamw_for_the_rest():
+    kinds = {"embedding": "table", "layer": {"kernel": "matrix", "blocks": "matrix", "bias": "bias", "taps": "filter"}}
+    shapes = {"embedding": (4, 4), "layer": {"kernel": (4, 3), "blocks": (2, 4, 3), "bias": (2, 4), "taps": (4, 3)}}
+    params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda node: isinstance(node, tuple))
     gradients = jax.tree.map(lambda param: jnp.asarray(np.random.default_rng(1).normal(size=param.shape)), params)
-    muon, adamw = (one_update(OPTIMIZERS[name](), params, gradients) for name in ("muon", "adamw"))
+    muon, adamw = (one_update(OPTIMIZERS[name](), params, gradients, kinds) for name in ("muon", "adamw"))
     np.testing.assert_array_equal(muon["embedding"], adamw["embedding"])
-    np.testing.assert_array_equal(muon["layer"]["bias"], adamw["layer"]["bias"])
-    rate = 0.1 * 0.05
-    expected = -rate * (orthogonal(gradients["layer"]["kernel"]) + 0.1)
-    np.testing.assert_allclose(muon["layer"]["kernel"], expected, rtol=1e-5, atol=1e-7)
+    for name in ("bias", "taps"):
+        np.testing.assert_array_equal(muon["layer"][name], adamw["layer"][name])
+    # Each block of a matrix in blocks is made orthogonal by itself.
+    matrices = gradients["layer"]["kernel"], *gradients["layer"]["blocks"]
+    for update, gradient in zip((muon["layer"]["kernel"], *muon["layer"]["blocks"]), matrices, strict=True):
+        expected = -0.1 * 0.05 * (orthogonal(gradient) + 0.1)
+        np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_applied_rate_has_the_optimizers_factor():

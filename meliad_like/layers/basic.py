@@ -45,11 +45,23 @@ def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
 fan_in = fan_in_scaled(1.0)
 
 
-def parameter(key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A float32 parameter annotated with its logical axes; `mesh` maps those to axes of the device mesh."""
+Kind = Literal["matrix", "table", "filter", "bias", "scale", "rate"]
+"""What a parameter is; optimizers ask for it (`optimization/optimizers.py`).
+
+`matrix`: a factor of products with activations; more than two axes are several matrices. `table`: vectors that are
+looked up, of tokens, positions or states. `filter`: those of a convolution. `bias`: what is added to activations, gates
+or scores, or what such numbers are computed from. `scale`: what multiplies them. `rate`: how fast a state forgets.
+"""
+
+
+def parameter(
+    key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: Kind
+) -> nnx.Param:
+    """A float32 parameter annotated with what it is, and with its logical axes, which `mesh` maps to axes of the device
+    mesh."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(initializer(key, shape, jnp.float32), axes=axes)
+    return nnx.Param(initializer(key, shape, jnp.float32), axes=axes, kind=kind)
 
 
 def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
@@ -207,9 +219,11 @@ class Linear(nnx.Module):
         matmul_dtype: str | None = None,
     ):
         self.matmul_dtype = matmul_dtype
-        self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes)
+        self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes, "matrix")
         self.bias = (
-            parameter(rngs.params(), bias_initializer, (size_out,), axes[1:]) if bias_initializer is not None else None
+            None
+            if bias_initializer is None
+            else parameter(rngs.params(), bias_initializer, (size_out,), axes[1:], "bias")
         )
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
@@ -249,7 +263,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, model_width: int, epsilon: float = 1e-6, *, rngs: nnx.Rngs):
         self.epsilon = epsilon
-        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",))
+        self.scale = parameter(rngs.params(), jax.nn.initializers.ones, (model_width,), ("model",), "scale")
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         y = over_root_mean_square(rows(x), self.epsilon)
@@ -261,7 +275,7 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
         super().__init__(model_width, epsilon, rngs=rngs)
-        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (model_width,), ("model",))
+        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (model_width,), ("model",), "bias")
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         y = rows(x).astype(jnp.float32)

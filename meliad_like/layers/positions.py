@@ -36,7 +36,7 @@ class T5Bias(nnx.Module):
 
     def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
         initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        self.table = parameter(rngs.params(), initializer, (num_heads, NUM_BUCKETS), ("heads", None))
+        self.table = parameter(rngs.params(), initializer, (num_heads, NUM_BUCKETS), ("heads", None), "bias")
 
     def __call__(self, distance: Int[np.ndarray, " s"]) -> Float[Array, "h s"]:
         """The bias of each distance, float32."""
@@ -52,7 +52,9 @@ class FourierBias(nnx.Module):
 
     def __init__(self, w: int, num_heads: int, *, rngs: nnx.Rngs):
         self.w = w
-        self.amplitudes = parameter(rngs.params(), _first_half, (num_heads, 2 * self.num_waves), ("heads", None))
+        self.amplitudes = parameter(
+            rngs.params(), _first_half, (num_heads, 2 * self.num_waves), ("heads", None), "bias"
+        )
 
     def __call__(self, distance: Int[np.ndarray, " s"]) -> Float[Array, "h s"]:
         """`sum_j a_j cos(pi D / L_j) - b_j sin(pi D / L_j)` with `L_j = (2 w)^(j / 64)`, float32."""
@@ -78,8 +80,8 @@ class AlibiBias(nnx.Module):
     def __init__(self, num_heads: int, learned_slope: bool, bound: str, fixed_bound: float, *, rngs: nnx.Rngs):
         ones, num_bounds = jax.nn.initializers.ones, {"learned": 1, "by_head": num_heads}.get(bound)
         self.num_heads, self.constant = num_heads, fixed_bound if bound == "fixed" else None
-        self.slope = parameter(rngs.params(), ones, (), ()) if learned_slope else None
-        self.bound = parameter(rngs.params(), ones, (num_bounds,), (None,)) if num_bounds else None
+        self.slope = parameter(rngs.params(), ones, (), (), "scale") if learned_slope else None
+        self.bound = parameter(rngs.params(), ones, (num_bounds,), (None,), "bias") if num_bounds else None
 
     def __call__(self, distance: Int[np.ndarray, " s"]) -> Float[Array, "h s"]:
         """`max(-|slope| 2^(-8 (j + 1) / h) |D|, -|bound|)` for head j, float32."""
@@ -100,9 +102,9 @@ class NetworkBias(nnx.Module):
         ones, normal = jax.nn.initializers.ones, jax.nn.initializers.normal
         # The reference takes the number of heads for the fan-in.
         output = jax.nn.initializers.lecun_normal()
-        self.hidden_scale = parameter(rngs.params(), ones, (self.width,), (None,))
-        self.hidden_bias = parameter(rngs.params(), normal(10.0), (self.width,), (None,))
-        self.output = parameter(rngs.params(), output, (num_heads, self.width), ("heads", None))
+        self.hidden_scale = parameter(rngs.params(), ones, (self.width,), (None,), "scale")
+        self.hidden_bias = parameter(rngs.params(), normal(10.0), (self.width,), (None,), "bias")
+        self.output = parameter(rngs.params(), output, (num_heads, self.width), ("heads", None), "bias")
 
     def __call__(self, distance: Int[np.ndarray, " s"]) -> Float[Array, "h s"]:
         """`sum_j 3 sin(w2_j / 3) asinh(-w1_j D + c_j)`, float32."""
@@ -118,7 +120,7 @@ class OrthogonalBias(nnx.Module):
 
     def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
         zeros = jax.nn.initializers.zeros
-        self.coefficients = parameter(rngs.params(), zeros, (self.num_functions, num_heads), (None, "heads"))
+        self.coefficients = parameter(rngs.params(), zeros, (self.num_functions, num_heads), (None, "heads"), "bias")
 
     def _functions(self, distance: np.ndarray) -> np.ndarray:
         """`asinh(D - (beta^j - 1))`, the last of them centred at `farthest`."""

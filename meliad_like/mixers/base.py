@@ -72,8 +72,8 @@ class At(NamedTuple):
     """The number of tokens of the document before each block of the whole segment; while decoding, before the token. A
     mixer does not count by it: studies give it the memory of another place, so it counts in its own carry (`count`)."""
     published: dict[str, Any]
-    """By the name of a mixer: what it publishes before each block (`Mixer.publish`), by layer. Arrays have the axes `b`
-    and `c` first; while decoding `b`."""
+    """By the name of a mixer: what it publishes before each block (`MixerConfig.reads`), by layer. Arrays have the axes
+    `b` and `c` first; while decoding `b`."""
 
     @property
     def start(self) -> Bool[Array, "b c"]:
@@ -148,11 +148,6 @@ class Mixer(nnx.Module):
         """The carry after a block whose last token has been decoded, also in its form for decoding."""
         return carry
 
-    def publish(self, carry: Carry, start: Bool[Array, " b"]) -> Any:
-        """What mixers of other layers may read of the carry, in either form, before a block: a pytree, lanes first.
-        `start` are the lanes in which a document begins with the block; never while decoding."""
-        raise NotImplementedError
-
 
 class Traits(NamedTuple):
     """What the rest of the package asks of a mixer, or of a kind of layer."""
@@ -182,8 +177,10 @@ class MixerConfig:
     """Whether the mixer attends to the window itself. One mixer of a layer can, and `SlidingWindow` with `layers=None`
     leaves out the layers of others."""
     reads: ClassVar[str | None] = None
-    """The name of the mixer whose published values it reads. With `layers=None` it leaves out the layers of that mixer.
-    The layers up to the last one with that mixer read a block before the next block."""
+    """The name of the mixer whose published values it reads: that mixer's `publish(carry, start)`, a pytree with the
+    lanes first, from its carry in either form, before each block; `start` are the lanes in which a document begins with
+    the block. With `layers=None` it leaves out the layers of that mixer. The layers up to the last one with that mixer
+    read a block before the next block."""
 
     def has_own_kernel(self, shape: Shape) -> bool:
         """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""

@@ -71,7 +71,7 @@ class MemoryAttention(Mixer):
         kernel = config.kernel(shape)
         self.segment_lookup = self.lookup._replace(operations=kernel) if kernel else self.lookup
         self.window = WindowAttention(shape, rngs=rngs, with_positions=False)
-        self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",))
+        self.gate = parameter(rngs.params(), jax.nn.initializers.zeros, (shape.num_heads,), ("heads",), "bias")
 
     def init_carry(self, b, dtype):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)

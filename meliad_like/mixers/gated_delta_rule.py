@@ -61,12 +61,13 @@ class DeltaRule(MatrixRecurrence):
             Linear(d, width, ("model", "heads"), rngs=rngs) for width in widths.values()
         )
         self.query_filter, self.key_filter, self.value_filter = (
-            parameter(rngs.params(), fan_in, (config.conv_length, width), (None, "heads")) for width in widths.values()
+            parameter(rngs.params(), fan_in, (config.conv_length, width), (None, "heads"), "filter")
+            for width in widths.values()
         )
         self.strength = Linear(d, h, ("model", "heads"), rngs=rngs)
         # As in Mamba-2: rates between 1 and 16, steps between 0.001 and 0.1.
-        self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",))
-        self.norm_scale = parameter(rngs.params(), ones, (self.sizes.value_size,), (None,))
+        self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",), "rate")
+        self.norm_scale = parameter(rngs.params(), ones, (self.sizes.value_size,), (None,), "scale")
 
     def log_decay(self, x: Array) -> Float[Array, "b h n e"]:
         """The logarithm of alpha, float32, for each head or each channel of its keys; `x` is the result of `decay`."""
@@ -108,7 +109,7 @@ class GatedDeltaRuleMixer(DeltaRule):
         widths = h, config.width(shape)
         decay, gate = (Linear(shape.model_width, width, ("model", "heads"), rngs=rngs) for width in widths)
         super().__init__(config, shape, decay, gate, rngs=rngs)
-        self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",))
+        self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",), "bias")
 
     def log_decay(self, x):
         step = jax.nn.softplus(x.astype(jnp.float32) + self.step_bias[...])

@@ -38,7 +38,7 @@ class KimiDelta(DeltaRule):
     def __init__(self, config: "KimiDeltaAttention", shape: Shape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, LowRank(shape, rngs=rngs), LowRank(shape, rngs=rngs), rngs=rngs)
         channels = (shape.num_heads, shape.head_size)
-        self.step_bias = parameter(rngs.params(), inverse_softplus_step, channels, ("heads", None))
+        self.step_bias = parameter(rngs.params(), inverse_softplus_step, channels, ("heads", None), "bias")
 
     def log_decay(self, x):
         step = jax.nn.softplus(x.astype(jnp.float32) + self.step_bias[...][:, None])

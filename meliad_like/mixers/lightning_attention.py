@@ -21,7 +21,9 @@ class LightningMixer(ConstantDecay):
 
     def __init__(self, config: "LightningAttention", shape: Shape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, rngs=rngs)
-        self.norm_scale = parameter(rngs.params(), jax.nn.initializers.ones, (config.width(shape),), ("heads",))
+        self.norm_scale = parameter(
+            rngs.params(), jax.nn.initializers.ones, (config.width(shape),), ("heads",), "scale"
+        )
 
     def log_decay(self):
         return -(2.0 ** (-8 * np.arange(1, self.sizes.heads + 1) / self.sizes.heads))

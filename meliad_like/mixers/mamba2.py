@@ -42,15 +42,17 @@ class Mamba2Block(MatrixRecurrence):
         # The released code leaves both to PyTorch's default.
         bound = config.conv_length**-0.5
         taps, channels = config.conv_length, i + 2 * of_groups
-        self.filters = parameter(rngs.params(), _uniform(bound), (taps, channels), (None, None))
+        self.filters = parameter(rngs.params(), _uniform(bound), (taps, channels), (None, None), "filter")
         with_bias = config.conv_bias
-        self.filter_bias = parameter(rngs.params(), _uniform(bound), (channels,), (None,)) if with_bias else None
-        self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",))
+        self.filter_bias = (
+            parameter(rngs.params(), _uniform(bound), (channels,), (None,), "bias") if with_bias else None
+        )
+        self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",), "rate")
         """The logarithm of -A."""
-        self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",))
-        self.skip = parameter(rngs.params(), ones, (h,), ("heads",))
+        self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",), "bias")
+        self.skip = parameter(rngs.params(), ones, (h,), ("heads",), "scale")
         """D."""
-        self.norm_scale = parameter(rngs.params(), ones, (i,), ("heads",)) if config.norm != "none" else None
+        self.norm_scale = parameter(rngs.params(), ones, (i,), ("heads",), "scale") if config.norm != "none" else None
 
     def convolution(self):
         return self.filters[...]

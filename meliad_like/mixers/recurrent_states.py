@@ -64,7 +64,7 @@ class FixedGate(Gate):
         bias = jax.nn.initializers.normal(0.1)
         if times:
             bias = jax.nn.initializers.constant(spread_biases(times, model_width))
-        self.bias = parameter(rngs.params(), bias, (model_width,), ("model",))
+        self.bias = parameter(rngs.params(), bias, (model_width,), ("model",), "bias")
 
     def gates(self, hidden):
         gate = jax.nn.sigmoid(self.bias[...])
@@ -121,15 +121,15 @@ class StateCell(nnx.Module):
         self.kernel = kernel_of_states(shape.attention_kernel, config.num_states, shape.head_size)
         num_states, d, f, inner = config.num_states, shape.model_width, shape.feedforward_width, shape.inner_width
         normal = jax.nn.initializers.normal
-        self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"))
-        self.identity = parameter(rngs.params(), normal(1.0), (num_states, d), ("states", "model"))
+        self.initial = parameter(rngs.params(), normal(0.1), (num_states, d), ("states", "model"), "table")
+        self.identity = parameter(rngs.params(), normal(1.0), (num_states, d), ("states", "model"), "table")
         self.norm = RMSNorm(d, rngs=rngs)
         self.key, self.value, self.query, self.cross_query = (
             Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(4)
         )
         scale = jax.nn.initializers.constant(config.attention_scale)
         self.attention_scale, self.cross_attention_scale = (
-            parameter(rngs.params(), scale, (self.num_heads,), ("heads",)) for _ in range(2)
+            parameter(rngs.params(), scale, (self.num_heads,), ("heads",), "scale") for _ in range(2)
         )
         gate_class = GATES[config.gate]
         if config.cell in ("skip", "dual"):
@@ -226,7 +226,7 @@ class StateAttention(nnx.Module):
         self.attention_kernel = shape.attention_kernel
         self.query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
         scale = jax.nn.initializers.constant(attention_scale)
-        self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",))
+        self.attention_scale = parameter(rngs.params(), scale, (shape.num_heads,), ("heads",), "scale")
 
     def __call__(self, x: Float[Array, "b n d"], keys: KeysAndValues | ProjectedKeys) -> Float[Array, "*batch h t k"]:
         """The results by head; separately for each block if the states' keys have a block axis."""
@@ -302,7 +302,8 @@ class StateRecurrence(Mixer):
         states, keys = scan_in_order(lambda states: jax.lax.scan(step, states, blocks, unroll=unroll), states)
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
-    def publish(self, carry, start):
+    def publish(self, carry: StatesCarry, start: Bool[Array, " b"]) -> KeysAndValues | ProjectedKeys:
+        """What layers with a `StateReader` read before a block (`MixerConfig.reads`)."""
         return (carry.heads or self.begin(carry.states, start)[1]).keys
 
     def begin_decoding(self, carry):

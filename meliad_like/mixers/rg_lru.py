@@ -57,10 +57,10 @@ class RecurrentBlock(Mixer):
         self.gate = Linear(d, self.channels, ("model", "heads"), **biased)
         self.input = Linear(d, self.channels, ("model", "heads"), **biased)
         small = jax.nn.initializers.normal((0.01 / config.conv_length) ** 0.5)
-        self.filters = parameter(rngs.params(), small, (config.conv_length, self.channels), (None, "heads"))
-        self.filter_bias = parameter(rngs.params(), zeros, (self.channels,), ("heads",))
+        self.filters = parameter(rngs.params(), small, (config.conv_length, self.channels), (None, "heads"), "filter")
+        self.filter_bias = parameter(rngs.params(), zeros, (self.channels,), ("heads",), "bias")
         self.recurrence_gate, self.input_gate = (BlockLinear(self.channels, blocks, rngs=rngs) for _ in range(2))
-        self.decay = parameter(rngs.params(), _decay_of_released_code, (self.channels,), ("heads",))
+        self.decay = parameter(rngs.params(), _decay_of_released_code, (self.channels,), ("heads",), "rate")
         """lambda."""
 
     def init_carry(self, b, dtype):
@@ -116,8 +116,8 @@ class BlockLinear(nnx.Module):
         size_of_block = channels // blocks
         normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
         shape = (blocks, size_of_block, size_of_block)
-        self.kernel = parameter(rngs.params(), normal, shape, ("heads", None, None))
-        self.bias = parameter(rngs.params(), zeros, (channels,), ("heads",))
+        self.kernel = parameter(rngs.params(), normal, shape, ("heads", None, None), "matrix")
+        self.bias = parameter(rngs.params(), zeros, (channels,), ("heads",), "bias")
 
     def __call__(self, x: Float[Array, "b n channels"]) -> Float[Array, "b n channels"]:
         kernel = self.kernel[...]

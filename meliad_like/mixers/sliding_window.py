@@ -80,7 +80,7 @@ class TokenHeads(nnx.Module):
         d, inner = shape.model_width, shape.inner_width
         self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
         scale = jax.nn.initializers.constant(attention_scale)
-        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",))
+        self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",), "scale")
         position = shape.position if with_positions else NoPosition()
         self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
 

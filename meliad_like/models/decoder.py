@@ -189,12 +189,16 @@ class Decoder(Skeleton):
         self.scan_layers = config.scan_layers
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
-        self.embedding = parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
+        self.embedding = parameter(
+            rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table"
+        )
         self.layers = nnx.List(
             config.kinds.get(i, LayerConfig()).build(config.shape, i, rngs=rngs) for i in range(config.total_layers)
         )
         initializer, u = jax.nn.initializers.truncated_normal(0.25), sum(x.summary_tokens for x in config.layer_kinds)
-        summaries = parameter(rngs.params(), initializer, (u, config.model_width), (None, "model")) if u else None
+        summaries = (
+            parameter(rngs.params(), initializer, (u, config.model_width), (None, "model"), "table") if u else None
+        )
         self.summary_embedding = summaries
         self.final_norm = RMSNorm(config.model_width, config.norm_epsilon, rngs=rngs)
         own = (

@@ -77,8 +77,8 @@ class SequenceMix(nnx.Module):
 
     def __init__(self, w: int, u: int, out: int, model_width: int, norms: bool, *, rngs: nnx.Rngs):
         self.w, self.out = w, out
-        self.kernel = parameter(rngs.params(), fan_in, (w + u, out), (None, None))
-        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (out,), (None,))
+        self.kernel = parameter(rngs.params(), fan_in, (w + u, out), (None, None), "matrix")
+        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (out,), (None,), "bias")
         self.token_norm = RMSNorm(model_width, rngs=rngs) if norms else None
         self.summary_norm = RMSNorm(model_width, rngs=rngs) if norms else None
 
@@ -141,7 +141,7 @@ class MelodiLayer(Layer):
         self.long_mix = SequenceMix(*sizes, e, d, False, rngs=rngs) if self.long else None
         gate = jax.nn.initializers.truncated_normal(0.25)
         size_of_gate = shape.num_heads, shape.head_size
-        self.gate = parameter(rngs.params(), gate, size_of_gate, ("heads", None)) if self.long else None
+        self.gate = parameter(rngs.params(), gate, size_of_gate, ("heads", None), "bias") if self.long else None
 
     @property
     def _mixes(self) -> dict[str, SequenceMix]:

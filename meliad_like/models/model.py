@@ -206,12 +206,20 @@ class Model:
     def _abstract(self) -> tuple[nnx.GraphDef, nnx.State]:
         return nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
 
+    def _annotations(self, name: str) -> dict[str, Any]:
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+        variables = self._abstract[1]
+        return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.get_metadata(name), variables, is_leaf=is_variable))
+
     @property
     def axes(self) -> dict[str, Any]:
         """The logical axes of every parameter: the tree of `init` with tuples of names for arrays."""
-        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-        variables = self._abstract[1]
-        return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.get_metadata("axes"), variables, is_leaf=is_variable))
+        return self._annotations("axes")
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """What every parameter is (`layers.basic.Kind`): the tree of `init` with names for arrays."""
+        return self._annotations("kind")
 
     @property
     def abstract_params(self) -> dict[str, Any]:

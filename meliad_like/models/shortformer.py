@@ -252,8 +252,10 @@ class Band(nnx.Module):
 
     def __init__(self, size: int, width: int, model_width: int, *, projected: bool, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(width**-0.5)
-        self.embedding = parameter(rngs.params(), normal, (size, width), ("vocabulary", "model"))
-        self.projection = parameter(rngs.params(), xavier, (width, model_width), (None, "model")) if projected else None
+        self.embedding = parameter(rngs.params(), normal, (size, width), ("vocabulary", "model"), "table")
+        self.projection = (
+            parameter(rngs.params(), xavier, (width, model_width), (None, "model"), "matrix") if projected else None
+        )
 
     @property
     def table(self) -> Float[Array, "v i"]:

@@ -7,22 +7,27 @@ factor: if a batch has padding, the step of `nag` is smaller than fairseq's, whi
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.layers.basic import Kind
 from meliad_like.layers.sharding import constrain
 from meliad_like.optimization.averages import with_average
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_not_negative, check_shares
 
 OPTIMIZERS = Registry("optimizer")
+DECAYED: frozenset[Kind] = frozenset({"matrix", "table", "filter"})
+"""The kinds of parameters with weight decay."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class OptimizerConfig:
     base_rate: float = 1.0
     """Factor on the schedule's learning rate."""
     weight_decay: float = 0.0
-    """The share of a parameter that a step removes, times the learning rate. Norms and biases have none."""
+    """The share of a parameter that a step removes, times the learning rate. Biases, scales and rates have none."""
     clip_norm: float | None = None
     """Largest norm of the whole gradient (of the loss per position); None: no clipping."""
     average_decay: float = 0.0
@@ -44,8 +49,8 @@ class OptimizerConfig:
         check_not_negative(self, ("weight_decay",))
         check_shares(self, ("average_decay",))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        """The optimizer at this learning rate, without clipping."""
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
+        """The optimizer at this learning rate, without clipping; `kinds` as in `make_optimizer`."""
         raise NotImplementedError
 
     def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -69,7 +74,7 @@ class Adafactor(OptimizerConfig):
         check_shares(self, ("momentum",))
         check_not_negative(self, ("decay",))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         # As optax.adafactor, whose states this chain has as well, except for the scale of the parameters.
         chain = [
             optax.scale_by_factored_rms(decay_rate=self.decay, min_dim_size_to_factor=self.factored_size),
@@ -80,7 +85,7 @@ class Adafactor(OptimizerConfig):
         if self.momentum:
             chain.append(optax.ema(self.momentum, debias=False))
         if self.weight_decay:
-            chain.append(optax.add_decayed_weights(self.weight_decay, mask=decayed))
+            chain.append(optax.add_decayed_weights(self.weight_decay, mask=partial(decayed, kinds)))
         return optax.chain(*chain, optax.scale(-1))
 
 
@@ -102,9 +107,14 @@ class Adam(OptimizerConfig):
         check_shares(self, ("first_decay", "second_decay"))
         check_not_negative(self, ("epsilon",))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         return optax.adamw(
-            rate, self.first_decay, self.second_decay, self.epsilon, weight_decay=self.weight_decay, mask=decayed
+            rate,
+            self.first_decay,
+            self.second_decay,
+            self.epsilon,
+            weight_decay=self.weight_decay,
+            mask=partial(decayed, kinds),
         )
 
 
@@ -128,8 +138,8 @@ class ScheduleFree(AdamW):
                 f"average_decay={self.average_decay}: the schedule_free optimizer has an average of its own"
             )
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        return Adam.transformation(dataclasses.replace(self, first_decay=0.0), rate)
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
+        return Adam.transformation(dataclasses.replace(self, first_decay=0.0), rate, kinds)
 
     def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
         return with_average(optimizer, interpolation=self.first_decay, weight=lambda count: rate(count) ** 2)
@@ -150,13 +160,15 @@ class Lion(OptimizerConfig):
         super().__post_init__()
         check_shares(self, ("first_decay", "second_decay"))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        return optax.lion(rate, self.first_decay, self.second_decay, weight_decay=self.weight_decay, mask=decayed)
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
+        return optax.lion(
+            rate, self.first_decay, self.second_decay, weight_decay=self.weight_decay, mask=partial(decayed, kinds)
+        )
 
 
 @OPTIMIZERS.register("muon")
 class Muon(AdamW):
-    """Muon (Jordan et al. 2024) for the matrices named `kernel`, and AdamW for all other parameters. The updates of the
+    """Muon (Jordan et al. 2024) for the matrices of products, and AdamW for all other parameters. The updates of the
     matrices have the size of AdamW's (Liu et al. 2025, section 2.2), so that both have one rate and one decay."""
 
     momentum: float = 0.95
@@ -166,7 +178,7 @@ class Muon(AdamW):
         super().__post_init__()
         check_shares(self, ("momentum",))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         muon = optax.chain(
             optax.trace(self.momentum, nesterov=True),
             optax.stateless(lambda updates, _: orthogonal(updates)),
@@ -174,15 +186,13 @@ class Muon(AdamW):
             optax.scale_by_learning_rate(rate),
         )
 
-        def label(path, param) -> str:
-            return "muon" if param.ndim == 2 and jax.tree_util.keystr(path[-1:], simple=True) == "kernel" else "adamw"
-
-        by_label = {"muon": muon, "adamw": super().transformation(rate)}
-        return optax.partition(by_label, lambda params: jax.tree.map_with_path(label, params))
+        by_label = {"muon": muon, "adamw": super().transformation(rate, kinds)}
+        label = partial(by_kind, lambda kind: "muon" if kind == "matrix" else "adamw", kinds)
+        return optax.partition(by_label, label)
 
 
 def orthogonal(updates: Any) -> Any:
-    """Replaces the singular values of each matrix `[m, n]` of a tree by numbers near 0.2 sqrt(max(m, n)).
+    """Replaces the singular values of each matrix `[..., m, n]` of a tree by numbers near 0.2 sqrt(max(m, n)).
 
     Five steps of the quintic Newton-Schulz iteration of Muon map them into 0.7 to 1.2; then the root mean square of the
     entries is about 0.2. Matrices of equal shape are computed together, so that they are compiled once, and are divided
@@ -199,13 +209,15 @@ def orthogonal(updates: Any) -> Any:
     leaves, structure = jax.tree.flatten(updates)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        groups.setdefault(leaf.shape, []).append(i)
+        groups.setdefault(leaf.shape[-2:], []).append(i)
     for (m, n), members in groups.items():
-        stacked = constrain(jnp.stack([leaves[i] for i in members]), "matrices", "any", "any")
+        matrices = [leaves[i].reshape(-1, m, n) for i in members]
+        stacked = constrain(jnp.concatenate(matrices), "matrices", "any", "any")
         # The smaller side comes first, so that the squares are small.
         result = by_iteration(stacked) if m <= n else by_iteration(stacked.mT).mT
-        for i, matrix in zip(members, result * (0.2 * max(m, n) ** 0.5), strict=True):
-            leaves[i] = matrix
+        parts = jnp.split(result * (0.2 * max(m, n) ** 0.5), np.cumsum([len(x) for x in matrices])[:-1])
+        for i, part in zip(members, parts, strict=True):
+            leaves[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -229,7 +241,7 @@ class Nesterov(OptimizerConfig):
         super().__post_init__()
         check_shares(self, ("momentum",))
 
-    def transformation(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         """With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update
         is m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio
         et al. 2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
@@ -244,7 +256,7 @@ class Nesterov(OptimizerConfig):
             # After a rate of 0 the velocity is 0 as well.
             factor = momentum * jnp.where(before > 0, now / before, 0.0)
             velocity = jax.tree.map(lambda v, g: factor * v - now * g, state.velocity, gradient)
-            decay = jax.tree.map(lambda p, has_decay: self.weight_decay * has_decay * p, params, decayed(params))
+            decay = jax.tree.map(lambda p, has_decay: self.weight_decay * has_decay * p, params, decayed(kinds, params))
             updates = jax.tree.map(lambda v, g, d: momentum * v - now * g - now * d, velocity, gradient, decay)
             return updates, NesterovState(state.count + 1, velocity)
 
@@ -257,23 +269,30 @@ def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Sch
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, factors: Mapping[str, float] | None = None
+    config: OptimizerConfig, schedule: optax.Schedule, kinds: Any, factors: Mapping[str, float] | None = None
 ) -> optax.GradientTransformation:
     """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates. The
     first update uses the schedule's rate of step 0, which with a warmup is 0.
 
-    `factors` multiply the updates of the parameters whose path begins with a name; those of 0 stay fixed.
+    `kinds`, a tree like the parameters, says what each parameter is (`layers.basic.Kind`). `factors` multiply the
+    updates of the parameters whose path begins with a name; those of 0 stay fixed.
     """
     rate = applied_rate(config, schedule)
-    optimizer = config.transformation(rate)
+    optimizer = config.transformation(rate, kinds)
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return config.averaged(_at_rates(optimizer, factors or {}), rate)
 
 
-def decayed(params: Any) -> Any:
-    """A mask of the parameters with weight decay: all but norms and biases, which have fewer than two dimensions."""
-    return jax.tree.map(lambda param: param.ndim >= 2, params)
+def decayed(kinds: Any, params: Any) -> Any:
+    """A mask of the parameters with weight decay."""
+    return by_kind(lambda kind: kind in DECAYED, kinds, params)
+
+
+def by_kind(function: Callable[[Kind], Any], kinds: Any, params: Any) -> Any:
+    """A tree like `params`, of which optax may have masked a part, with the values of a function of kinds."""
+    kind_of = dict(jax.tree.leaves_with_path(kinds))
+    return jax.tree.map_with_path(lambda path, _: function(kind_of[path]), params)
 
 
 def _at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:

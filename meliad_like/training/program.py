@@ -61,7 +61,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingPr
             f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
         )
     schedule = make_schedule(run.schedule, run.training.num_steps)
-    optimizer = make_optimizer(run.optimizer, schedule, model.rate_factors)
+    optimizer = make_optimizer(run.optimizer, schedule, model.kinds, model.rate_factors)
     return lay_out(
         model,
         mesh,

@@ -76,6 +76,12 @@ class Selector:
         head = jax.tree.map(lambda x: (None,) * x.ndim, jax.eval_shape(self.init, jax.random.key(0))["head"])
         return {"encoder": self.encoder.axes, "head": head}
 
+    @property
+    def kinds(self) -> Params:
+        """What each parameter of `init` is (`layers.basic.Kind`)."""
+        linear = {"kernel": "matrix", "bias": "bias"}
+        return {"encoder": self.encoder.kinds, "head": {"hidden": linear, "output": linear}}
+
     def init(self, key: PRNGKeyArray) -> Params:
         """Fresh parameters, float32; those of the encoder are zeros."""
         width, hidden = self.encoder_config.model_width, self.config.head_width

@@ -150,7 +150,7 @@ class SelectorTraining:
                 f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} "
                 "devices that share a batch"
             )
-        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0))
+        optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0), selector.kinds)
 
         def init(key) -> TrainState:
             params, count = selector.init(key), jnp.zeros((), jnp.int32)

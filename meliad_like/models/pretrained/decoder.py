@@ -194,15 +194,17 @@ class PretrainedDecoder(Skeleton):
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
         d, shape = config.model_width, (vocabulary_size, config.model_width)
-        self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"))
+        self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
         learned = config.architecture == "gpt2"
         self.positions = (
-            parameter(rngs.params(), normal, (config.max_positions, d), (None, "model")) if learned else None
+            parameter(rngs.params(), normal, (config.max_positions, d), (None, "model"), "table") if learned else None
         )
         self.blocks = nnx.List(Block(config, i, rngs=rngs) for i in range(config.num_layers))
         self.final_norm = make_norm(config, rngs)
         tied = config.tied_embedding
-        self.output_embedding = None if tied else parameter(rngs.params(), normal, shape, ("vocabulary", "model"))
+        self.output_embedding = (
+            None if tied else parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
+        )
         summary, epsilon = config.summary, config.norm_epsilon
         self.recurrence = None if summary is None else Recurrence(summary, config.num_layers, d, epsilon, rngs=rngs)
 

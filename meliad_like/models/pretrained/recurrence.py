@@ -85,10 +85,10 @@ class Recurrence(nnx.Module):
 
     def __init__(self, config: WindowSummary, num_layers: int, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
         self.config, self.epsilon = config, epsilon
-        self.layer_scores = parameter(rngs.params(), zeros, (num_layers,), (None,))
+        self.layer_scores = parameter(rngs.params(), zeros, (num_layers,), (None,), "bias")
         # Zeros make it an average at the start of training.
         pooled = config.pooling == "attention"
-        self.pooling_key = parameter(rngs.params(), zeros, (model_width,), ("model",)) if pooled else None
+        self.pooling_key = parameter(rngs.params(), zeros, (model_width,), ("model",), "scale") if pooled else None
         scales = [1.0] * config.depth + [config.scale]
         # Small and replicated on all devices, so that its inner sizes need not be multiples of the mesh's.
         self.layers = nnx.List(
