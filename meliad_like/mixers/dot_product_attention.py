@@ -58,7 +58,7 @@ class SpanAttention(Mixer):
         sizes = {"none": None, "head": (k, k), "all": (h * k, g * k)}[config.norm]
         axes = ("heads",) if config.norm == "all" else (None,)
         self.query_scale, self.key_scale = (
-            (None, None) if sizes is None else (parameter(rngs.params(), ones, (i,), axes) for i in sizes)
+            (None, None) if sizes is None else (parameter(rngs.params(), ones, (i,), axes, "scale") for i in sizes)
         )
 
     def init_carry(self, b, dtype):

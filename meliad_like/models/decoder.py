@@ -204,7 +204,7 @@ class Decoder(Skeleton):
         own = (
             None
             if config.tied_embedding
-            else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"))
+            else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table")
         )
         self.output_embedding = own
 

@@ -115,7 +115,7 @@ class OlmoHybridFamily(Family):
                     f"{ours}feedforward/norm/scale": Part(f"{theirs}post_feedforward_layernorm.weight"),
                 }
                 continue
-            (g, k), (h, p) = mixers[0].key_shape(config.shape), mixers[0].value_shape(config.shape)
+            g, h, k, p = mixers[0].sizes(config.shape)[:4]
             mixer, attention = f"{ours}mixers/gated_delta_rule/", f"{theirs}linear_attn."
             first = 0
             for name, size in (("query", g * k), ("key", g * k), ("value", h * p)):

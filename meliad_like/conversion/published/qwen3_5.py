@@ -132,7 +132,7 @@ class Qwen35Family(Family):
 
     def recurrent_places(self, mixer: GatedDeltaRule, config: DecoderConfig, ours: str, theirs: str) -> dict[str, Any]:
         """The places of a recurrent layer's mixer and output."""
-        (g, k), (h, p) = mixer.key_shape(config.shape), mixer.value_shape(config.shape)
+        g, h, k, p = mixer.sizes(config.shape)[:4]
         rows = np.split(np.arange(2 * g * k + h * p), [g * k, 2 * g * k])
         mixer_name = f"{ours}mixers/gated_delta_rule/"
         places: dict[str, Any] = {}
