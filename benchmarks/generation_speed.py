@@ -20,7 +20,7 @@ from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
 
@@ -33,22 +33,28 @@ TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens tha
 VOCABULARY_SIZE = flags.DEFINE_integer("vocabulary_size", 256, "Number of tokens.")
 
 SEGMENT_LENGTH, CHUNK = 1024, 64
-SLIDE = DecoderConfig(
-    num_layers=4,
-    model_width=256,
-    num_heads=4,
-    head_size=64,
-    feedforward_width=1024,
-    window_length=128,
-)
+SIZES = {
+    "num_layers": 4,
+    "model_width": 256,
+    "num_heads": 4,
+    "head_size": 64,
+    "feedforward_width": 1024,
+    "window_length": 128,
+}
+SLIDE = DecoderConfig(**SIZES)
 CONFIGS = {
     "Slide": SLIDE,
     "fixed:skip": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128)),
     "lstm:dual": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
     # A quarter of the sizes of melodi/base.gin and melodi/dense_4k.gin, as the window.
-    "MELODI": dataclasses.replace(
-        SLIDE,
-        layer_kinds=(Melodi(long_layers=(2,), num_summaries=16, short_length=16, long_length=8, long_slots=1024),),
+    "MELODI": MelodiConfig(
+        **SIZES,
+        feedforward_bias=False,
+        long_layers=(2,),
+        num_summaries=16,
+        short_length=16,
+        long_length=8,
+        long_slots=1024,
     ),
     "Dense memory": dataclasses.replace(SLIDE, mixers=(SlidingWindow(), DenseMemory(layers=(2,), num_slots=1024))),
 }

@@ -30,21 +30,14 @@ from meliad_like.mixers.positions import Alibi, Infused, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
 
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
 V = 257
-CONFIG = DecoderConfig(
-    num_layers=2,
-    model_width=8,
-    num_heads=2,
-    head_size=4,
-    feedforward_width=16,
-    window_length=4,
-).with_mixer(RecurrentStates(layers=(1,), num_states=3))
+SIZES = {"num_layers": 2, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 16, "window_length": 4}
+CONFIG = DecoderConfig(**SIZES).with_mixer(RecurrentStates(layers=(1,), num_states=3))
 
 
 def config_of(name):
@@ -78,21 +71,17 @@ def test_names_there_and_back(name):
 
 
 NEWER = {
-    "melodi": {
-        "mixers": (SlidingWindow(),),
-        "layer_kinds": (Melodi(long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),),
-    },
-    "dense": {
-        "mixers": (SlidingWindow(), DenseMemory(layers=(1,), num_slots=8)),
-        "layer_kinds": (RepeatedInput(layers=(1,)),),
-    },
+    "melodi": MelodiConfig(**SIZES, long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),
+    "dense": dataclasses.replace(
+        CONFIG, mixers=(SlidingWindow(), DenseMemory(layers=(1,), num_slots=8)), doubled_inputs=(1,)
+    ),
 }
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NEWER)
 def test_files_of_the_newer_stack_there_and_back(name, bias, tmp_path):
-    config = dataclasses.replace(CONFIG, **NEWER[name], feedforward_bias=bias, num_layers=3)
+    config = dataclasses.replace(NEWER[name], feedforward_bias=bias, num_layers=3)
     params = Model(config, V).init(jax.random.key(0))
     np.savez(tmp_path / "theirs.npz", **to_meliad(params, config))
     convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
@@ -109,16 +98,12 @@ def test_files_of_the_newer_stack_there_and_back(name, bias, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_kinds": ()}, "RepeatedInput.layers="),
-        (
-            {"mixers": (SlidingWindow(),), "layer_kinds": (Melodi(layers=(1,)),)},
-            "in the reference all layers have MELODI",
-        ),
+        ({"doubled_inputs": ()}, r"DecoderConfig.doubled_inputs=\(1,\)"),
         ({"position": Rotary()}, "Rotary.unit='pi'"),
     ],
 )
 def test_what_the_newer_stack_lacks(changes, message, tmp_path):
-    config = dataclasses.replace(CONFIG, **{**NEWER["dense"], "feedforward_bias": True} | changes)
+    config = dataclasses.replace(NEWER["dense"], feedforward_bias=True, **changes)
     with pytest.raises(UserError, match=message):
         convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
 

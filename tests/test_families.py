@@ -8,6 +8,7 @@ import pytest
 from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
+from meliad_like.mixers.positions import Rotary
 from meliad_like.models.model import MODELS, Model, ModelConfig
 
 
@@ -51,6 +52,24 @@ def test_bindings_of_another_family_are_an_error_that_says_which_one_the_run_has
     )
     expected = "size/tiny.gin:3: nothing reads DecoderConfig.num_layers: RunConfig.model is 'toy' (--gin_param="
     assert message(["size/tiny.gin"], TOY).startswith(expected)
+
+
+def test_melodi_reads_what_it_shares_with_the_decoder_from_the_same_bindings():
+    melodi = config.parse(["size/tiny.gin", "melodi/base.gin"], ["MelodiConfig.long_layers = (1,)"]).model
+    assert (melodi.num_layers, melodi.window_length, melodi.dropout_rate) == (3, 16, 0.05)
+    assert config.parse(["melodi/base.gin", "option/rotary.gin"]).model.position == Rotary()
+    # The nearest class counts, whatever the order of files.
+    assert config.parse(["melodi/base.gin", "size/laptop.gin"], ["MelodiConfig.num_heads = 3"]).model.num_heads == 3
+    nothing_reads = "nothing reads DecoderConfig.attention_kernel: RunConfig.model is 'melodi' (melodi/base.gin:3)"
+    assert nothing_reads in message(["melodi/base.gin"], ["DecoderConfig.attention_kernel = 'none'"])
+    assert "DecoderConfig has no parameter num_layrs" in message(["melodi/base.gin"], ["DecoderConfig.num_layrs = 3"])
+    assert "DecoderConfig has no parameter long_slots" in message([], ["DecoderConfig.long_slots = 3"])
+
+
+def test_a_parameter_that_chooses_another_family_replaces_the_fields_of_files():
+    segment = ["ReaderConfig.segment_length = 512", "ReaderConfig.tokens_per_step = 512"]
+    run = config.parse(["melodi/base.gin", "size/tiny.gin"], ["RunConfig.model = 'shortformer'", *segment])
+    assert run.model == MODELS["shortformer"]()
 
 
 def test_a_part_of_the_run_is_bound_by_its_class():

@@ -12,31 +12,29 @@ from meliad_like.data.batch import Batch
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import MelodiConfig
+from meliad_like.models.melodi.decoder import MelodiCarry
 from meliad_like.models.model import Model
 
 GOLDEN = Path(__file__).parent / "golden"
 W, V = 16, 40
 # A document's start shows the reference's unmasked zeros.
-make_config = functools.partial(
-    DecoderConfig,
-    num_layers=3,
-    model_width=24,
-    num_heads=2,
-    head_size=16,
-    feedforward_width=56,
-    window_length=W,
-    feedforward_bias=True,
-    mask_empty_cache=False,
-)
+SIZES = {
+    "num_layers": 3,
+    "model_width": 24,
+    "num_heads": 2,
+    "head_size": 16,
+    "feedforward_width": 56,
+    "window_length": W,
+    "feedforward_bias": True,
+    "mask_empty_cache": False,
+}
 CONFIGS = {
-    "melodi_lm": make_config(
-        layer_kinds=(Melodi(long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),)
-    ),
-    "dense_kv_lm": make_config(
+    "melodi_lm": MelodiConfig(**SIZES, long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),
+    "dense_kv_lm": DecoderConfig(
+        **SIZES,
         mixers=(SlidingWindow(), DenseMemory(layers=(1,), num_slots=64, horizon="segment")),
-        layer_kinds=(RepeatedInput(layers=(1,)),),
+        doubled_inputs=(1,),
     ),
 }
 of_each_model = pytest.mark.parametrize("name", CONFIGS)
@@ -72,10 +70,10 @@ def states_of(carry):
     """Our memories as the reference keeps them, by its names."""
     states = {}
     for i, layer in enumerate(carry.layers):
-        if (memory := layer.get("melodi")) is not None:
-            states[f"melodi_layers_{i}/short_memory/previous_mems_train"] = memory.short
-            if memory.long is not None:
-                rings = [in_order(np.asarray(x), 4 * p // W) for x, p in zip(memory.long, carry.position)]
+        if isinstance(layer, MelodiCarry):
+            states[f"melodi_layers_{i}/short_memory/previous_mems_train"] = layer.short
+            if layer.long is not None:
+                rings = [in_order(np.asarray(x), 4 * p // W) for x, p in zip(layer.long, carry.position)]
                 states[f"melodi_layers_{i}/long_memory/previous_mems_train"] = np.stack(rings)
     return states
 

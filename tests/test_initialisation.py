@@ -14,8 +14,7 @@ from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -103,22 +102,22 @@ def test_attention_of_a_dense_memory_begins_with_its_scale():
     assert (heads["attention_scale"] == 4).all()
 
 
-MELODI = Melodi(long_layers=(1,), num_summaries=32, short_length=32, long_length=16, long_slots=64)
-SIDE = {"mixers": (SlidingWindow(), DenseMemory(layers=(1,))), "layer_kinds": (RepeatedInput(layers=(1,)),)}
+MELODI = {"long_layers": (1,), "num_summaries": 32, "short_length": 32, "long_length": 16, "long_slots": 64}
+SIDE = {"mixers": (SlidingWindow(), DenseMemory(layers=(1,))), "doubled_inputs": (1,)}
 NEWER_MODELS = {
-    "melodi": {"layer_kinds": (MELODI,)},
+    "melodi": MELODI,
     "dense_kv": {**SIDE, "num_layers": 3},
-    "alibi": {"layer_kinds": (MELODI,), "position": Alibi(learned_slope=True, bound="learned")},
-    "fourier": {"layer_kinds": (MELODI,), "position": Fourier()},
-    "nn": {"layer_kinds": (MELODI,), "position": Network()},
-    "orthogonal": {"layer_kinds": (MELODI,), "position": Orthogonal()},
+    "alibi": {**MELODI, "position": Alibi(learned_slope=True, bound="learned")},
+    "fourier": {**MELODI, "position": Fourier()},
+    "nn": {**MELODI, "position": Network()},
+    "orthogonal": {**MELODI, "position": Orthogonal()},
 }
 
 
 @pytest.mark.parametrize("name", NEWER_MODELS)
 def test_fresh_parameters_of_the_newer_stack_are_the_references(name):
     changes = {"num_layers": 2, "window_length": 128, "feedforward_bias": True} | NEWER_MODELS[name]
-    config = DecoderConfig(**SIZES, **changes)
+    config = (DecoderConfig if name == "dense_kv" else MelodiConfig)(**SIZES, **changes)
     reference = {key.removeprefix(f"{name}/"): value for key, value in NEWER.items() if key.startswith(f"{name}/")}
     ours = to_meliad(Model(config, 1000).init(jax.random.key(0)), config)
     if name in ("melodi", "dense_kv"):

@@ -123,7 +123,7 @@ def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
         ),
         (
             ["Layered.layers = ()"],
-            "nothing reads Layered.layers: Stack.memories is 'window' (the default), not 'lookup'",
+            "nothing reads Layered.layers: Stack.memories is 'window' (the default), not 'states'",
         ),
         (["Window.lenght = 5"], "mine.gin:1: Window has no parameter lenght (nearest: length)"),
         (["Windw.length = 5"], "mine.gin:1: unknown class Windw (nearest: Window)"),

@@ -1,5 +1,6 @@
 """MELODI against a plain loop over windows, and what its memories reach."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,26 +20,20 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.positions import Rotary
-from meliad_like.mixers.rg_lru import RGLRU
-from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi, toeplitz
+from meliad_like.models.melodi import MelodiConfig
+from meliad_like.models.melodi.decoder import toeplitz
 from meliad_like.models.model import Model
 from meliad_like.studies import interventions
 
 SIZES = {"num_layers": 3, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 12, "window_length": W}
-SMALL = Melodi(long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)
+SMALL = MelodiConfig(**SIZES, long_layers=(1,), num_summaries=2, short_length=2, long_length=2, long_slots=6)
 
 
 @functools.cache
-def make(melodi, *mixers, **changes):
+def make(config, **changes):
     """A model, and parameters without zeros, ones or values too small for the tests to notice."""
-    changes = {"mixers": mixers, "layer_kinds": (melodi,), "feedforward_bias": True} | changes
-    model = Model(DecoderConfig(**SIZES, **changes), V)
+    model = Model(dataclasses.replace(config, **changes), V)
     generator = np.random.default_rng(0)
 
     def perturb(x):
@@ -107,12 +102,8 @@ def read_layer(p, melodi, x, short, long):
 def read_document(model, params, tokens):
     """The logits of one document, [n, v], by loops over windows and layers in float64; empty memories are masked, or
     zeros without a mask."""
-    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config.layer_kinds[0]
-    masked, d, long_layers = (
-        model.config.mask_empty_cache,
-        SIZES["model_width"],
-        melodi.long_indices(model.config.shape),
-    )
+    p, melodi = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config
+    masked, d, long_layers = melodi.mask_empty_cache, SIZES["model_width"], melodi.long_indices
     number = 0 if masked else melodi.long_slots
     short = [None if masked else np.zeros((melodi.short_length, d))] * 3
     long, outputs = [np.zeros((number, d)) if i in long_layers else None for i in range(3)], []
@@ -129,9 +120,9 @@ def read_document(model, params, tokens):
     [
         SMALL,
         # A ring whose length is not a multiple of what a window adds, and that wraps; other lengths of all parts.
-        Melodi(long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),
-        Melodi(num_summaries=1, short_length=1),
-        Melodi(long_layers=(1,), num_summaries=2, short_length=5, long_length=4, long_slots=4),
+        MelodiConfig(**SIZES, long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),
+        MelodiConfig(**SIZES, num_summaries=1, short_length=1),
+        MelodiConfig(**SIZES, long_layers=(1,), num_summaries=2, short_length=5, long_length=4, long_slots=4),
     ],
 )
 @pytest.mark.parametrize("masked", [True, False])
@@ -155,34 +146,12 @@ def test_toeplitz_lays_values_out_by_distance():
             assert square[1, i, j] == (10 * (i + 4 - j) if j < i + 4 else 0)
 
 
-WAYS = {
-    "two long-term layers": (Melodi(long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7),),
-    "below a window": (Melodi(layers=(0, 1), num_summaries=2, short_length=2), SlidingWindow()),
-    "above a memory": (
-        Melodi(layers=(1, 2), num_summaries=2, short_length=2),
-        ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=2),
-    ),
-    "around a recurrence": (Melodi(layers=(0, 2), num_summaries=2, short_length=2), RGLRU(layers=(1,))),
-}
+TWO_LONG = MelodiConfig(**SIZES, long_layers=(0, 2), num_summaries=3, short_length=2, long_length=3, long_slots=7)
 
 
-CHOSEN = "around a recurrence"
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [pytest.param(WAYS[name], id=name, marks=() if name == CHOSEN else pytest.mark.exhaustive) for name in WAYS],
-)
-def test_all_ways_of_reading_are_equal(layers):
-    check_token_by_token(*make(*layers))
-    check_documents(*make(*layers))
-
-
-def test_a_layer_whose_input_counts_twice_leaves_the_summaries_alone():
-    kinds = Melodi(layers=(0, 2), num_summaries=2, short_length=2), RepeatedInput(layers=(1,))
-    model, params = make(SMALL, DenseMemory(layers=(1,), num_slots=9), layer_kinds=kinds)
-    check_token_by_token(model, params)
-    check_documents(model, params)
+@pytest.mark.parametrize("check", [check_token_by_token, check_documents])
+def test_all_ways_of_reading_are_equal(check):
+    check(*make(TWO_LONG))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +177,9 @@ def reach(model, params):
 
 def test_each_memory_alone_reaches_three_windows_back():
     # Of another length than the summaries, a short-term memory is what is mixed, and nothing else.
-    model, params = make(Melodi(long_layers=(1,), num_summaries=2, short_length=3, long_length=2, long_slots=6))
+    model, params = make(
+        MelodiConfig(**SIZES, long_layers=(1,), num_summaries=2, short_length=3, long_length=2, long_slots=6)
+    )
 
     def without(*mixes):
         def cut(layer):
@@ -234,16 +205,12 @@ def test_a_segment_of_cleared_memories_is_a_document():
 @pytest.mark.parametrize(
     ("bindings", "message"),
     [
-        (["Melodi.long_layers = (12,)"], "Melodi.long_layers=(12,) names a layer that 12 layers lack"),
-        (
-            ["Melodi.layers = (0,)", "Melodi.long_layers = (1,)"],
-            "Melodi.long_layers=(1,) names a layer that Melodi.layers=(0,) lacks",
-        ),
-        (["Melodi.long_slots = 31"], "Melodi.long_slots=31 must be at least long_length=32"),
-        (["Melodi.num_summaries = 0"], "Melodi.num_summaries=0 must be at least 1"),
-        (["DecoderConfig.position = 'infused'"], "Melodi can't have position='infused'"),
-        (["DenseMemory.layers = (3,)"], "layer 3 can't have DenseMemory: layers of its kind have no mixers"),
-        (["RepeatedInput.layers = (3,)"], "layer 3 can't be of two kinds: Melodi and RepeatedInput"),
+        (["MelodiConfig.long_layers = (12,)"], "MelodiConfig.long_layers=(12,) names a layer that 12 layers lack"),
+        (["MelodiConfig.long_slots = 31"], "long_slots=31 must be at least long_length=32"),
+        (["MelodiConfig.num_summaries = 0"], "num_summaries=0 must be at least 1"),
+        (["DecoderConfig.position = 'infused'"], "MELODI can't have position='infused'"),
+        (["DenseMemory.layers = (3,)"], "nothing reads DenseMemory.layers: RunConfig.model is 'melodi'"),
+        (["DecoderConfig.doubled_inputs = (3,)"], "nothing reads DecoderConfig.doubled_inputs"),
     ],
 )
 def test_mistakes(bindings, message):

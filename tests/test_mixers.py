@@ -46,8 +46,7 @@ from meliad_like.mixers.retention import Retention
 from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import LAYERS, LayerConfig
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 from meliad_like.studies import states
@@ -58,7 +57,7 @@ B, C, V = 8, 8, 64
 
 
 class Example(NamedTuple):
-    """A mixer, or a kind of layer, for the tests, and the shipped file that has it."""
+    """A mixer, or MELODI, for the tests, and the shipped file that has it."""
 
     config: Any
     file: str
@@ -94,7 +93,7 @@ EXAMPLES = {
         sizes=FEWER_HEADS,
     ),
     "melodi": Example(
-        Melodi(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
+        MelodiConfig(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",
     ),
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
@@ -112,8 +111,8 @@ alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a win
 def decoder(name, alone=False, **sizes):
     """A decoder with the mixer in its second layer, in addition to the window, or in all layers and alone."""
     config, needs = EXAMPLES[name].config, EXAMPLES[name].needs
-    if isinstance(config, LayerConfig):
-        return DecoderConfig(**sizes, layer_kinds=(config if alone else dataclasses.replace(config, layers=(1,)),))
+    if isinstance(config, MelodiConfig):
+        return dataclasses.replace(config, **sizes)
     if alone:
         return DecoderConfig(**sizes, mixers=(*needs, dataclasses.replace(config, layers=None)))
     in_second = config if isinstance(config, SlidingWindow) else dataclasses.replace(config, layers=(1,))
@@ -137,7 +136,7 @@ def make(name, alone=False):
 
 
 def test_every_mixer_is_here():
-    assert set(EXAMPLES) == {*MIXERS, *LAYERS} - {"repeated_input", "norms_after"}
+    assert set(EXAMPLES) == {*MIXERS, "melodi"}
 
 
 @of_each_mixer

@@ -25,7 +25,6 @@ from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import T5, Alibi, Rotary
-from meliad_like.models.layer import RepeatedInput
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
 from meliad_like.training.checkpoints import named_arrays
@@ -88,7 +87,7 @@ def opened(folder):
         (CONFIGS["infused"], "positions of the kind infused"),
         (CONFIGS["slide below skip"], "RecurrentStates.clear_states=True"),
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
-        (dataclasses.replace(SLIDE, layer_kinds=(RepeatedInput(),)), "layers of the kind repeated_input"),
+        (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),
         (
             dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),
             "kimi_delta_attention and rg_lru",

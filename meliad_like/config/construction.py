@@ -47,7 +47,7 @@ class _Builder:
     def maker(self, start: Any) -> Maker:
         """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
         config_class = start if isinstance(start, type) else type(start)
-        self._built |= {base.__name__: base for base in _classes(config_class)}
+        self._built |= _owners(config_class)
         types, values, makers = field_types(config_class), {}, {}
         for field in dataclasses.fields(config_class):
             key, binding = self._find(config_class, field.name)
@@ -70,7 +70,7 @@ class _Builder:
 
     def _find(self, config_class: type, name: str) -> tuple[str, Binding | None]:
         """The binding of a field: of --gin_param before files before base.gin, then of the class before its bases."""
-        keys = [f"{base.__name__}.{name}" for base in _classes(config_class) if name in base.__dataclass_fields__]
+        keys = [f"{owner}.{name}" for owner, base in _owners(config_class).items() if name in base.__dataclass_fields__]
         bound = [key for key in keys if key in self._bindings]
         self._read.update(bound)
         key = min(bound, key=lambda key: self._bindings[key].rank, default=keys[0])
@@ -102,48 +102,60 @@ class _Builder:
             if key in self._read or binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
                 continue
             class_name, _, parameter = key.rpartition(".")
-            if class_name in self._built:
+            if class_name in self._built and parameter not in not_chosen.get(class_name, ("", (), ()))[2]:
                 hint = nearest(parameter, self._built[class_name].__dataclass_fields__)
                 raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
             if class_name not in not_chosen:
                 hint = nearest(class_name, self._built | not_chosen)
                 raise UserError(f"{binding.origin}: unknown class {class_name}{hint}")
-            choice_key, name = not_chosen[class_name]
+            choice_key, kinds, _ = not_chosen[class_name]
             choice = self._bindings.get(choice_key)
-            replaces = choice is not None and (choice.replaced == name or choice.rank == Rank.PROGRAM)
+            replaces = choice is not None and (choice.replaced in kinds or choice.rank == Rank.PROGRAM)
             if replaces and binding.rank == Rank.FILE:
                 # A parameter that replaces a file's kind replaces its fields, too; so does a kind that a program sets.
                 continue
             _, names, origin = self._choices[choice_key]
-            kinds = repr(names[0]) if len(names) == 1 else names
-            raise UserError(f"{binding.origin}: nothing reads {key}: {choice_key} is {kinds} ({origin}), not {name!r}")
+            chosen = repr(names[0]) if len(names) == 1 else names
+            raise UserError(
+                f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {kinds[0]!r}"
+            )
 
-    def _not_chosen(self) -> dict[str, tuple[str, str]]:
-        """Names of the classes that were not built, each with the field and the kind that would have built it."""
-        return {
-            class_name: (key, name)
-            for key, (registry, names, _) in self._choices.items()
-            for name in registry
-            if name not in names
-            for class_name in _names_inside(registry[name])
-        }
+    def _not_chosen(self) -> dict[str, tuple[str, list[str], set[str]]]:
+        """Classes by name that were not built: the field and the kinds that would have built each, and its fields."""
+        not_chosen: dict[str, tuple[str, list[str], set[str]]] = {}
+        for key, (registry, names, _) in self._choices.items():
+            of_choice: dict[str, tuple[str, list[str], set[str]]] = {}
+            for name in registry:
+                for owner, base in _owners_inside(registry[name]).items() if name not in names else ():
+                    _, kinds, fields = of_choice.setdefault(owner, (key, [], set()))
+                    kinds.append(name)
+                    fields.update(base.__dataclass_fields__)
+            # The choice of a part counts before that of the whole.
+            not_chosen |= of_choice
+        return not_chosen
 
 
-def _names_inside(config_class: type) -> set[str]:
-    """Names of a dataclass, of its bases, and of all dataclasses that can be inside it."""
-    names = {base.__name__ for base in _classes(config_class)}
+def _owners_inside(config_class: type) -> dict[str, type]:
+    """A dataclass, its bases, and all dataclasses that can be inside it, by the names by which fields are bound."""
+    owners = _owners(config_class)
     types = field_types(config_class)
     for field in dataclasses.fields(config_class):
         if (registry := field.metadata.get("registry")) is not None:
-            names = names.union(*map(_names_inside, registry.values()))
+            for inside in registry.values():
+                owners |= _owners_inside(inside)
         elif dataclasses.is_dataclass(types[field.name]):
-            names |= _names_inside(types[field.name])
-    return names
+            owners |= _owners_inside(types[field.name])
+    return owners
 
 
-def _classes(config_class: type) -> list[type]:
-    """A dataclass and its bases that are dataclasses, the class itself first."""
-    return [base for base in config_class.__mro__ if "__dataclass_fields__" in vars(base)]
+def _owners(config_class: type) -> dict[str, type]:
+    """A dataclass and its bases that are dataclasses, the class itself first, by the names by which their fields are
+    bound: those of the classes, or `bound_as`."""
+    owners: dict[str, type] = {}
+    for base in config_class.__mro__:
+        if "__dataclass_fields__" in vars(base):
+            owners.setdefault(vars(base).get("bound_as", base.__name__), base)
+    return owners
 
 
 def field_types(config_class: type) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from meliad_like.conversion.parameters import Place, Places, fill_parameters, to
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Infused, NoPosition, Rotary
-from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
-from meliad_like.models.layer import RepeatedInput
-from meliad_like.models.melodi import Melodi
+from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig, StackConfig
+from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import MODELS, Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
@@ -40,18 +39,18 @@ NAMES = pd.read_csv(Path(__file__).with_suffix(".csv"), index_col="ours")
 SUMMARY_MIX = "token_mixing_summary/"
 
 
-def _melodi(config: DecoderConfig) -> Melodi | None:
-    return next((kind for kind in config.layer_kinds if isinstance(kind, Melodi)), None)
+def _dense_layers(config: StackConfig) -> list[int]:
+    return config.layers_with(DenseMemory) if isinstance(config, DecoderConfig) else []
 
 
-def _layer_prefixes(config: DecoderConfig, newer: bool) -> list[str]:
+def _layer_prefixes(config: StackConfig, newer: bool) -> list[str]:
     """The prefixes of the layers in one of the reference's stacks."""
     layers = range(config.total_layers)
     if not newer:
         return [f"transformer{i}/" for i in layers]
-    if _melodi(config) is not None:
+    if isinstance(config, MelodiConfig):
         return [f"layer_stack/melodi_layers_{i}/melodi_layer/" for i in layers]
-    prefixes, dense = [f"layer_stack/transformer{i}/" for i in layers], config.layers_with(DenseMemory)
+    prefixes, dense = [f"layer_stack/transformer{i}/" for i in layers], _dense_layers(config)
     if dense:
         # The dense layer is not counted among the layers of the stack.
         [side] = dense
@@ -59,12 +58,12 @@ def _layer_prefixes(config: DecoderConfig, newer: bool) -> list[str]:
     return prefixes
 
 
-def _newer(config: DecoderConfig) -> bool:
+def _newer(config: StackConfig) -> bool:
     """Whether only the newer stack has such a model."""
-    return config.feedforward_bias or _melodi(config) is not None or bool(config.layers_with(DenseMemory))
+    return config.feedforward_bias or isinstance(config, MelodiConfig) or bool(_dense_layers(config))
 
 
-def _places(config: DecoderConfig, newer: bool) -> Places:
+def _places(config: StackConfig, newer: bool) -> Places:
     names, prefixes = NAMES["newer" if newer else "older"].dropna().to_dict(), _layer_prefixes(config, newer)
     if newer and not config.feedforward_bias:
         # The newer stack has two modules for the feed-forward network: that without biases is the older stack's.
@@ -82,13 +81,13 @@ def _places(config: DecoderConfig, newer: bool) -> Places:
     return place
 
 
-def _idle(config: DecoderConfig) -> str | None:
+def _idle(config: StackConfig) -> str | None:
     """The prefix of the parameters with which the reference's last layer mixes summaries that nothing reads."""
-    return None if _melodi(config) is None else _layer_prefixes(config, newer=True)[-1] + SUMMARY_MIX
+    return _layer_prefixes(config, newer=True)[-1] + SUMMARY_MIX if isinstance(config, MelodiConfig) else None
 
 
 def from_meliad(
-    theirs: Mapping[str, np.ndarray], template: dict[str, Any], config: DecoderConfig = SLIDE
+    theirs: Mapping[str, np.ndarray], template: dict[str, Any], config: StackConfig = SLIDE
 ) -> dict[str, Any]:
     """Our parameter tree filled from the reference's parameters by their names.
 
@@ -103,15 +102,14 @@ def from_meliad(
     return fill_parameters(template, used, _places(config, newer), theirs.__getitem__, "the checkpoint")
 
 
-def to_meliad(params: dict[str, Any], config: DecoderConfig = SLIDE) -> dict[str, np.ndarray]:
+def to_meliad(params: dict[str, Any], config: StackConfig = SLIDE) -> dict[str, np.ndarray]:
     """The reference's flat parameters from ours; the inverse of `from_meliad`.
 
     Its idle parameters are zeros, and ones for the scales of norms.
     """
     theirs, idle = to_tensors(_places(config, _newer(config)), params), _idle(config)
-    melodi = _melodi(config)
-    if idle is not None and melodi is not None:
-        u, d = melodi.num_summaries, config.model_width
+    if isinstance(config, MelodiConfig):
+        u, d = config.num_summaries, config.model_width
         theirs[f"{idle}lin_mix/kernel"] = np.zeros((config.window_length + u, u), np.float32)
         theirs[f"{idle}lin_mix/bias"] = np.zeros(u, np.float32)
         theirs |= {f"{idle}layernorm{i}/scale": np.ones(d, np.float32) for i in (1, 2)}
@@ -184,23 +182,25 @@ def convert_to_meliad(folder: str | Path, path: str | Path) -> None:
         np.savez(file, **theirs)  # type: ignore[arg-type]  # its stub takes names for options
 
 
-def _checked(run: RunConfig, origin: str) -> DecoderConfig:
+def _checked(run: RunConfig, origin: str) -> StackConfig:
     """The model's config, if the reference has such models."""
     model = run.model
-    if not isinstance(model, DecoderConfig):
-        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(model)}")
-    position, melodi, dense = model.position, _melodi(model), model.layers_with(DenseMemory)
+    if not isinstance(model, StackConfig):
+        raise UserError(
+            f"{origin}: the reference has decoders and MELODI alone, and this model is a {MODELS.name_of(model)}"
+        )
+    position, dense = model.position, _dense_layers(model)
     for is_wrong, message in (
         (isinstance(position, Infused), "the reference has no infused positions, and this model has"),
         (
             isinstance(position, Rotary) and position.unit != "pi",
             "the reference's rotary positions have Rotary.unit='pi'",
         ),
-        (melodi and len(model.kinds) < model.total_layers, "in the reference all layers have MELODI"),
         (
-            not all(isinstance(model.kinds.get(i), RepeatedInput) for i in dense),
-            f"in the reference the dense layer's input counts twice: RepeatedInput.layers={tuple(dense)}",
+            isinstance(model, DecoderConfig) and model.layers_of("doubled_inputs") != set(dense),
+            f"in the reference the dense layer's input counts twice: DecoderConfig.doubled_inputs={tuple(dense)}",
         ),
+        (isinstance(model, DecoderConfig) and model.norms_after, "the reference has no DecoderConfig.norms_after"),
         *(
             (getattr(model, name) != getattr(SLIDE, name), f"the reference has no DecoderConfig.{name}")
             for name in NEWER_FIELDS

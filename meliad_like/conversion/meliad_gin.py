@@ -177,7 +177,7 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
     if side and "DenseMemory.horizon" in ours:
         # The additional layer comes after the layer of this index.
         ours |= {"DecoderConfig.extra_layers": 1, "DenseMemory.layers": (side[0] + 1,)}
-        ours["RepeatedInput.layers"] = ours["DenseMemory.layers"]
+        ours["DecoderConfig.doubled_inputs"] = ours["DenseMemory.layers"]
         if len(side) > 1:
             problems.append(f"TransformerStack.side_layer_indices = {side}: layers don't share their parameters")
     without_positions = ours.pop("memory_without_positions", False)
@@ -191,6 +191,8 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
     if ours.get("RunConfig.schedule") in ("inverse_square_root", "constant"):
         drop("DecayingScheduleConfig")
     ours["DecoderConfig.mask_empty_cache"] = False
+    if any(key.startswith("MelodiConfig.") for key in ours):
+        ours["RunConfig.model"] = "melodi"
     task, size = ours.pop("task", None), ours.pop("vocabulary_size", None)
     if task and size:
         ours["VocabularyConfig.size_multiple"] = size

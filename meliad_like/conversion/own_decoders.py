@@ -19,7 +19,6 @@ from meliad_like.mixers.positions import POSITIONS, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
 from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
-from meliad_like.models.layer import LAYERS
 from meliad_like.models.model import Model
 from meliad_like.registry import default_of
 
@@ -62,7 +61,7 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts = [f"a {type(config).__name__} model"]
     else:
         parts = [config.needs_segments] if config.needs_segments else []
-        parts += [f"layers of the kind {LAYERS.name_of(kind)}" for kind in config.layer_kinds]
+        parts += [f"DecoderConfig.{name}" for name in ("doubled_inputs", "norms_after") if getattr(config, name)]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
         for kind, name in ONLY_DEFAULTS:
             values = [getattr(x, name) for x in (config, *config.mixers) if type(x) is kind]

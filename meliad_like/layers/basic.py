@@ -64,6 +64,16 @@ def parameter(
     return nnx.Param(initializer(key, shape, jnp.float32), axes=axes, kind=kind)
 
 
+def split_key(key: PRNGKeyArray | None, number: int) -> list[PRNGKeyArray | None]:
+    """A number of keys from one; without a key, None for each."""
+    return [None] * number if key is None else list(jax.random.split(key, number))
+
+
+def fold_key(key: PRNGKeyArray | None, data: int | Int[Array, ""]) -> PRNGKeyArray | None:
+    """The key with a number folded in; without a key, None."""
+    return None if key is None else jax.random.fold_in(key, data)
+
+
 def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
     """`x` with one leading axis.
 

@@ -34,7 +34,7 @@ def token_losses(
     """The loss of every target, including the targets that the caller masks.
 
     Args:
-        module: a model, with the `logits` and the `target_scores` of a `Skeleton`.
+        module: a model, with the `logits` and the `target_scores` of a `BaseDecoder`.
         hidden, targets: one vector for each token, and the tokens that come next.
         slice_length: number of tokens of a lane whose logits exist at the same time; rounded down to a divisor of n.
         dropout_key: random key of dropout in training, for `target_scores`.

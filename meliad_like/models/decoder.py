@@ -1,21 +1,19 @@
 """The decoder: a stack of layers with any combination of mixers.
 
-Slide, Transformer-XL, Block-Recurrent and Memorizing Transformers, MELODI, and stacks in which layers with and without
+Slide, Transformer-XL, Block-Recurrent and Memorizing Transformers, and stacks in which layers with and without
 attention take turns. Block-Recurrent Transformers, section 3; block feedback, appendix E.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meliad_like.errors import UserError
 from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
 from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
@@ -24,10 +22,10 @@ from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_in
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.models.layer import LAYERS, LayerConfig
+from meliad_like.models.base_decoder import BaseDecoder
+from meliad_like.models.layer import DecoderLayer, Layer
 from meliad_like.models.model import MODELS, ModelConfig, builds
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
-from meliad_like.models.skeleton import Skeleton
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative
 
@@ -36,29 +34,20 @@ NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilo
 AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
-@MODELS.register("decoder")
-class DecoderConfig(ModelConfig):
-    """A stack of layers that see earlier tokens through mixers.
+@dataclasses.dataclass(frozen=True)
+class StackConfig(ModelConfig):
+    """The fields of all decoders whose softmax shares the embedding, and whose layers attend to a window.
 
-    The defaults are the paper's 12-layer model with a sliding window. `num_layers` does not count `extra_layers`.
+    `num_layers` does not count `extra_layers`. In gin the fields are bound as those of `DecoderConfig`, so that one
+    file of sizes or options serves all these decoders.
     """
+
+    bound_as: ClassVar[str] = "DecoderConfig"
 
     extra_layers: int = size(0, "fixed")
     """Added to `num_layers`. The paper's 13-layer baselines have one extra layer; so do those of other sizes."""
     position: PositionConfig = kind_field(POSITIONS, T5)
     """The position strategy of attention inside the window."""
-    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, lambda: (SlidingWindow(),), many=True)
-    """The mixers: the ways in which layers see earlier tokens (`meliad_like/mixers`)."""
-    pattern: tuple[str, ...] = size((), "pattern")
-    """What each layer has, repeated from the first layer to the last: the names of its mixers, and `feedforward`,
-    joined by +, such as ("rg_lru+feedforward", "rg_lru+feedforward", "sliding_window+feedforward"). Mixers that it does
-    not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
-    layer_kinds: tuple[LayerConfig, ...] = kind_field(LAYERS, tuple, many=True)
-    """The kinds of layers in which things happen in another order than in the standard layer."""
-    attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
-    """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
-    (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
-    the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
     logit_scale: float | None = None
     """Factor on the hidden vectors before the softmax; by default 1 / sqrt(model_width)."""
     logit_bound: float | None = None
@@ -77,53 +66,77 @@ class DecoderConfig(ModelConfig):
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
     scan_layers: bool = resumable(False)
     """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
-    published: str = resumable("")
-    """The config.json of the published model that the decoder was opened from, with which it can be written again
-    (`conversion/published`); "": none. It does not determine how the decoder computes."""
 
     def __post_init__(self):
         super().__post_init__()
         check_not_negative(self, ("extra_layers", "norm_epsilon"))
         check_above_zero(self, ("logit_bound",))
         self.position.check(self.model_width, self.head_size, self.mask_empty_cache)
+
+    @property
+    def total_layers(self) -> int:
+        return self.num_layers + self.extra_layers
+
+    def shape_with(self, **derived: Any) -> Shape:
+        """The sizes of the decoder, with values of the fields of `Shape` that are not those of the config."""
+        same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
+        return Shape(**derived, **{name: getattr(self, name) for name in same})
+
+
+@MODELS.register("decoder")
+class DecoderConfig(StackConfig):
+    """A stack of layers that see earlier tokens through mixers.
+
+    The defaults are the paper's 12-layer model with a sliding window.
+    """
+
+    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, lambda: (SlidingWindow(),), many=True)
+    """The mixers: the ways in which layers see earlier tokens (`meliad_like/mixers`)."""
+    pattern: tuple[str, ...] = size((), "pattern")
+    """What each layer has, repeated from the first layer to the last: the names of its mixers, and `feedforward`,
+    joined by +, such as ("rg_lru+feedforward", "rg_lru+feedforward", "sliding_window+feedforward"). Mixers that it does
+    not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
+    doubled_inputs: tuple[int, ...] = size((), "layer_indices")
+    """The layers whose input is added to their output once more, as to that of google-research/meliad's dense memory;
+    negative numbers count from the end."""
+    norms_after: tuple[int, ...] = size((), "layer_indices")
+    """The layers whose norms come after the mixers and after the feed-forward network, and not before them (OLMo)."""
+    attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
+    """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
+    (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
+    the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
+    published: str = resumable("")
+    """The config.json of the published model that the decoder was opened from, with which it can be written again
+    (`conversion/published`); "": none. It does not determine how the decoder computes."""
+
+    def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "pattern", tuple(self.pattern))
         # In the order of their names, so that equal decoders are equal configs.
         mixers = sorted(named_mixers(self.mixers, self.pattern), key=MIXERS.name_of)
         object.__setattr__(self, "mixers", tuple(mixers))
-        for config in (*self.mixers, *self.layer_kinds):
+        for config in self.mixers:
             config.check(self.shape)
+        for name in ("doubled_inputs", "norms_after"):
+            self.layers_of(name)
 
     def on_this_platform(self):
         kernel = kernel_that_works(self.shape, self.activation_dtype) if self.attention_kernel == "auto" else "none"
         return self if kernel == "none" else dataclasses.replace(self, attention_kernel=kernel)
 
     @property
-    def total_layers(self) -> int:
-        return self.num_layers + self.extra_layers
-
-    @property
     def fewest_layers(self) -> int:
         return max(len(distinct_entries(self.pattern)), 1)
 
-    @functools.cached_property
-    def kinds(self) -> dict[int, LayerConfig]:
-        """The layers of other kinds than the standard one, by index from 0."""
-        kinds: dict[int, LayerConfig] = {}
-        for kind in self.layer_kinds:
-            name = type(kind).__name__
-            for index in layer_indices(f"{name}.layers", kind.layers, self.total_layers):
-                if kinds.setdefault(index, kind) is not kind:
-                    raise UserError(f"layer {index} can't be of two kinds: {type(kinds[index]).__name__} and {name}")
-        return kinds
+    def layers_of(self, name: str) -> frozenset[int]:
+        """The layers that the field `doubled_inputs` or `norms_after` names, counted from 0."""
+        return layer_indices(f"DecoderConfig.{name}", getattr(self, name), self.total_layers)
 
     @functools.cached_property
     def shape(self) -> Shape:
         """The sizes of the decoder, and what its layers have."""
-        bare = frozenset(index for index, kind in self.kinds.items() if not kind.takes_mixers)
-        layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers, bare)
-        derived = {"layers": layers, "feedforward_layers": feedforward_layers}
-        same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
-        return Shape(**derived, **{name: getattr(self, name) for name in same})
+        layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers)
+        return self.shape_with(layers=layers, feedforward_layers=feedforward_layers)
 
     def layers_with(self, kind: type[MixerConfig]) -> list[int]:
         """The layers that have a mixer of this class, counted from 0."""
@@ -154,8 +167,8 @@ class DecoderConfig(ModelConfig):
         return max((indices[-1] + 1 for indices in self.publishers().values() if indices), default=0)
 
     def _traits(self) -> Iterator[Traits]:
-        """The traits of all mixers and kinds of layers that some layer has."""
-        for config in dict.fromkeys((*self.kinds.values(), *(mixer for layer in self.shape.layers for mixer in layer))):
+        """The traits of all mixers that some layer has."""
+        for config in dict.fromkeys(mixer for layer in self.shape.layers for mixer in layer):
             yield config.traits(self.shape)
 
     @property
@@ -169,7 +182,7 @@ class DecoderConfig(ModelConfig):
     def flops(self, vocabulary_size: int) -> Flops:
         flops = Flops.of_products(2 * self.model_width * vocabulary_size)
         for index in range(self.total_layers):
-            flops += self.kinds.get(index, LayerConfig()).flops(self.shape, index)
+            flops += DecoderLayer.flops(self.shape, index)
         return flops
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -177,29 +190,19 @@ class DecoderConfig(ModelConfig):
         return np.asarray(np.maximum.reduce(attended) + 1)
 
 
-@builds(DecoderConfig)
-class Decoder(Skeleton):
-    """A language model with a window of `w` tokens, whose mixers may reach further back."""
+class Stack(BaseDecoder):
+    """A decoder whose softmax shares the embedding. A family implements `make_layers`."""
 
-    config: DecoderConfig
+    config: StackConfig
 
-    def __init__(self, config: DecoderConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
-        self.config = config
-        self.num_block_by_block = config.num_block_by_block
-        self.scan_layers = config.scan_layers
+    def __init__(self, config: StackConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
+        self.config, self.scan_layers = config, config.scan_layers
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
         shape = (vocabulary_size, config.model_width)
         self.embedding = parameter(
             rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table"
         )
-        self.layers = nnx.List(
-            config.kinds.get(i, LayerConfig()).build(config.shape, i, rngs=rngs) for i in range(config.total_layers)
-        )
-        initializer, u = jax.nn.initializers.truncated_normal(0.25), sum(x.summary_tokens for x in config.layer_kinds)
-        summaries = (
-            parameter(rngs.params(), initializer, (u, config.model_width), (None, "model"), "table") if u else None
-        )
-        self.summary_embedding = summaries
+        self.layers = nnx.List(self.make_layers(rngs))
         self.final_norm = RMSNorm(config.model_width, config.norm_epsilon, rngs=rngs)
         own = (
             None
@@ -207,6 +210,10 @@ class Decoder(Skeleton):
             else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table")
         )
         self.output_embedding = own
+
+    def make_layers(self, rngs: nnx.Rngs) -> Iterable[Layer]:
+        """The layers, with fresh parameters."""
+        raise NotImplementedError
 
     def embed(self, tokens, position, dropout_key):
         # XLA crashes on a lookup along the vocabulary, sharded over `tensor`, inside of `over_sequence`.
@@ -216,12 +223,6 @@ class Decoder(Skeleton):
         x = embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
         return (x if self.config.embedding_scale == 1 else x * self.config.embedding_scale).astype(self.dtype)
 
-    def summaries(self, b, c):
-        if self.summary_embedding is None:
-            return None
-        # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
-        return jnp.tile(self.summary_embedding[...], (b, c, 1)).astype(self.dtype)
-
     def finish(self, x, dropout_key):
         return tiled_dropout(self.final_norm(x), self.config.dropout_rate, dropout_key)
 
@@ -230,6 +231,21 @@ class Decoder(Skeleton):
         table = self.embedding if self.output_embedding is None else self.output_embedding
         logits, bound = self.logit_scale * scores(hidden, table[...]), self.config.logit_bound
         return logits if bound is None else bound * jnp.tanh(logits / bound)
+
+
+@builds(DecoderConfig)
+class Decoder(Stack):
+    """A language model with a window of `w` tokens, whose mixers may reach further back."""
+
+    config: DecoderConfig
+
+    def make_layers(self, rngs):
+        config = self.config
+        self.num_block_by_block = config.num_block_by_block
+        doubled, after = config.layers_of("doubled_inputs"), config.layers_of("norms_after")
+        for i in range(config.total_layers):
+            order = {"doubled_input": i in doubled, "norms_after": i in after}
+            yield DecoderLayer(config.shape, i, **order, rngs=rngs)
 
     def published(self, carry, start) -> dict[str, Any]:
         return {

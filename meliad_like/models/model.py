@@ -7,7 +7,7 @@ contract of docs/design.md. The trainer, the evaluator and the generator name no
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,16 @@ def _resumed(old: Any, new: Any) -> Any:
         before, after = getattr(old, field.name), getattr(new, field.name)
         values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
     return dataclasses.replace(old, **values)  # type: ignore[type-var]
+
+
+class ModelTraits(NamedTuple):
+    """What the rest of the package asks of a model, in addition to its sizes."""
+
+    memory: str | None = None
+    """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
+    decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
+    states: tuple[str, ...] = ()
+    """The fields of such a memory that are states, which pass from block to block."""
 
 
 _MODULES: dict[type, Callable[..., nnx.Module]] = {}
@@ -163,10 +173,8 @@ class ModelConfig:
         return 1
 
     @property
-    def memory_name(self) -> str | None:
-        """What a carry remembers, by one name, in a family whose carry is one memory; None: nothing. A decoder's carry
-        has the memories of its mixers instead (`studies/interventions.py`)."""
-        return None
+    def traits(self) -> ModelTraits:
+        return ModelTraits()
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder

@@ -48,11 +48,9 @@ def named_mixers(mixers: Sequence[MixerConfig], pattern: Sequence[str]) -> Itera
 
 
 def place_mixers(
-    mixers: Sequence[MixerConfig], pattern: Sequence[str], num_layers: int, bare: frozenset[int]
+    mixers: Sequence[MixerConfig], pattern: Sequence[str], num_layers: int
 ) -> tuple[tuple[tuple[MixerConfig, ...], ...], tuple[int, ...]]:
     """The mixers of each layer, from the result of `named_mixers`, and the layers with a feed-forward network.
-
-    Layers that are `bare` can't have mixers.
 
     Raises:
         UserError: a layer can't have the mixers that it has, or has nothing.
@@ -65,28 +63,23 @@ def place_mixers(
     for mixer in mixers:
         if mixer.reads is not None and mixer.reads not in names:
             raise UserError(f"{type(mixer).__name__} reads what {MIXERS[mixer.reads].__name__} publishes: add it too")
-        for i in _layers_of(mixer, mixers, entries, bare):
+        for i in _layers_of(mixer, mixers, entries):
             layers[i].append(mixer)
     for i, (in_layer, entry) in enumerate(zip(layers, entries)):
         windows = [type(mixer).__name__ for mixer in in_layer if mixer.has_window]
-        if i in bare and in_layer:
-            kinds = " and ".join(type(mixer).__name__ for mixer in in_layer)
-            raise UserError(f"layer {i} can't have {kinds}: layers of its kind have no mixers")
         if len(windows) > 1:
             raise UserError(f"layer {i} can't have both {' and '.join(windows)}: each has the attention to the window")
-        if not in_layer and i not in bare and FEEDFORWARD not in entry:
+        if not in_layer and FEEDFORWARD not in entry:
             raise UserError(f"layer {i} has no mixer by which it sees other tokens: name it in `layers`")
-    with_feedforward = (i for i, entry in enumerate(entries) if i in bare or not pattern or FEEDFORWARD in entry)
+    with_feedforward = (i for i, entry in enumerate(entries) if not pattern or FEEDFORWARD in entry)
     return tuple(map(tuple, layers)), tuple(with_feedforward)
 
 
-def _layers_of(
-    mixer: MixerConfig, mixers: Sequence[MixerConfig], entries: Sequence[frozenset[str]], bare: frozenset[int]
-) -> frozenset[int]:
+def _layers_of(mixer: MixerConfig, mixers: Sequence[MixerConfig], entries: Sequence[frozenset[str]]) -> frozenset[int]:
     """The layers that the pattern or the mixer names.
 
-    A mixer of all layers leaves out those that can't have mixers, and leaves some to others: the window those with
-    attention to it, and a reader of published values those that publish them.
+    A mixer of all layers leaves some to others: the window those with attention to it, and a reader of published values
+    those that publish them.
     """
     name = MIXERS.name_of(mixer)
     if any(name in entry for entry in entries):
@@ -98,4 +91,4 @@ def _layers_of(
         left_to = [other for other in mixers if other.has_window and other is not mixer]
     else:
         left_to = [other for other in mixers if MIXERS.name_of(other) == mixer.reads]
-    return indices.difference(bare, *(_layers_of(other, mixers, entries, bare) for other in left_to))
+    return indices.difference(*(_layers_of(other, mixers, entries) for other in left_to))

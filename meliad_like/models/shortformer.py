@@ -18,18 +18,20 @@ from meliad_like.layers.basic import (
     dropout,
     dropout_multiplier,
     embed,
+    fold_key,
     parameter,
     product,
     rows,
     scores,
+    split_key,
 )
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
+from meliad_like.models.base_decoder import BaseDecoder
 from meliad_like.models.layer import Layer
-from meliad_like.models.model import MODELS, ModelConfig, builds
-from meliad_like.models.skeleton import Skeleton
+from meliad_like.models.model import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative
 
@@ -105,8 +107,8 @@ class ShortformerConfig(ModelConfig):
         return Flops.of_products(layers + softmax)
 
     @property
-    def memory_name(self):
-        return "window" if self.cache_length else None
+    def traits(self):
+        return ModelTraits(memory="window" if self.cache_length else None)
 
     def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The cache at the beginning of the block, and the block up to the token."""
@@ -167,7 +169,7 @@ class ShortformerLayer(Layer):
         config, (b, w) = self.config, x.shape[:2]
         m = config.cache_length
         num_cached = jnp.minimum(m, at.positions[:, 0])
-        keys = (None,) * 4 if dropout_key is None else jax.random.split(dropout_key, 4)
+        keys = split_key(dropout_key, 4)
         inputs = self.attention_norm(x)
         seen = inputs
         if m:
@@ -339,9 +341,7 @@ class AdaptiveVocabulary(nnx.Module):
         Each lane is sorted so that these tokens come first; a piece in which no lane has such a token is skipped. The
         logits of at most `slice_length` tokens of a lane exist at the same time.
         """
-        keys = (None,) * (len(self.bands) + 1)
-        if dropout_key is not None:
-            keys = tuple(jax.random.split(dropout_key, len(keys)))
+        keys = split_key(dropout_key, len(self.bands) + 1)
         hidden = dropout(hidden, self.dropout_rate, keys[0])
         n = targets.shape[1]
 
@@ -390,8 +390,7 @@ class AdaptiveVocabulary(nnx.Module):
         that are not `needed` are finite and have no meaning."""
 
         def compute(hidden, index, number):
-            key_of_piece = None if key is None else jax.random.fold_in(key, number[0, 0])
-            logits = jax.nn.log_softmax(self._band_logits(i, hidden, key_of_piece))
+            logits = jax.nn.log_softmax(self._band_logits(i, hidden, fold_key(key, number[0, 0])))
             return jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0], jnp.max(logits, axis=-1)
 
         def skip(hidden, index, number):
@@ -411,7 +410,7 @@ class AdaptiveVocabulary(nnx.Module):
 
 
 @builds(ShortformerConfig)
-class Shortformer(Skeleton):
+class Shortformer(BaseDecoder):
     """A language model that reads blocks of `w` tokens, each with the `m` tokens before it.
 
     No gradient passes from a block to the one before.

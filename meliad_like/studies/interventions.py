@@ -43,14 +43,14 @@ def cleared(model: ModelConfig) -> ModelConfig | None:
         return None
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     parts = {name: tuple(map(clear, value)) for name, value in values.items() if isinstance(value, tuple)}
-    return dataclasses.replace(model, **parts)
+    return clear(dataclasses.replace(model, **parts))
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
     """The parts of a carry for segments that can be exchanged. Of a decoder these are the window, and the memories of
     its mixers by their names; of other families the whole."""
     if not all(isinstance(layer, dict) for layer in carry.layers):
-        return [] if config.memory_name is None else [config.memory_name]
+        return [] if config.traits.memory is None else [config.traits.memory]
     names = {}
     for layer in carry.layers:
         for name, one in layer.items():

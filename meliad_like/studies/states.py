@@ -1,6 +1,8 @@
 """The states of a decoder and the gates that change them, read from its carries before and after a block."""
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +10,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.mixers.base import MIXERS, Traits
+from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.recurrent_states import StateRecurrence, StatesCarry
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import Model
+from meliad_like.models.model import Model, ModelConfig
 
 
 class Watched(NamedTuple):
@@ -33,23 +35,24 @@ def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watch
         before, after: the carries before and after a segment of one block.
     """
     watched = {}
-    if not isinstance(model.config, DecoderConfig):
-        return watched
     start = before.position == 0
     for i, (layer, old, new) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
         fresh = layer.init_carry(len(start), module.dtype)
-        for name, initial in fresh.items():
-            if states := _traits(model.config, i, name).states:
-                # Where a document begins, nothing of the one before is left.
-                begun = jax.tree.map(functools.partial(_choose, start), initial, old[name])
-                gates = _gates(layer.mixers[name], begun, new[name]) if isinstance(begun, StatesCarry) else {}
-                watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(new[name], states), gates)
+        for name, (states, memory) in _memories(model.config, i).items():
+            # Where a document begins, nothing of the one before is left.
+            begun = jax.tree.map(functools.partial(_choose, start), memory(fresh), memory(old))
+            gates = _gates(layer.mixers[name], begun, memory(new)) if isinstance(begun, StatesCarry) else {}
+            watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(memory(new), states), gates)
     return watched
 
 
-def _traits(config: DecoderConfig, index: int, name: str) -> Traits:
-    configs = {MIXERS.name_of(mixer): mixer for mixer in config.shape.layers[index]}
-    return (configs.get(name) or config.kinds[index]).traits(config.shape)
+def _memories(config: ModelConfig, index: int) -> dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]]:
+    """The memories of a layer that have states, by name: the names of these, and the memory in a layer's carry."""
+    if not isinstance(config, DecoderConfig):
+        traits = config.traits
+        return {traits.memory: (traits.states, lambda carry: carry)} if traits.memory and traits.states else {}
+    mixers = {MIXERS.name_of(mixer): mixer.traits(config.shape).states for mixer in config.shape.layers[index]}
+    return {name: (states, operator.itemgetter(name)) for name, states in mixers.items() if states}
 
 
 def _choose(start: Bool[Array, " b"], initial: Array, old: Array) -> Array:

@@ -114,7 +114,7 @@ def _free(model: DecoderConfig) -> set[str]:
     """The names of the fields of a model that its folder does not determine."""
     return {name for name in bound_values(model) if name.rpartition(".")[2] in MAY_CHANGE} | {
         f"DecoderConfig.{field.name}" for field in dataclasses.fields(model) if "resumable" in field.metadata
-    } - {"DecoderConfig.mixers", "DecoderConfig.position", "DecoderConfig.layer_kinds"}
+    } - {"DecoderConfig.mixers", "DecoderConfig.position"}
 
 
 def _vocabulary(folder: Path, saved: dict[str, Any], size: int) -> VocabularyConfig:

@@ -18,7 +18,6 @@ from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import NormsAfter
 
 CONVOLUTION = "linear_attn.conv1d.weight"
 
@@ -86,7 +85,7 @@ class OlmoHybridFamily(Family):
             head_size=d // h,
             pattern=shortest_period([f"{mixers[kind][0]}+feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
-            layer_kinds=(NormsAfter(layers=after),) if after else (),
+            norms_after=after,
             feedforward=GatedFeedForward(),
             logit_scale=1.0,
             norm_epsilon=epsilon,

@@ -11,7 +11,7 @@ from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.mixers.base import layer_indices
-from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, Remat
+from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.registry import kind_field, resumable, size
 
@@ -134,8 +134,8 @@ class PretrainedConfig(ModelConfig):
         return np.minimum(self.offset(position) + 1, self.sliding_window or self.window_length)
 
     @property
-    def memory_name(self) -> str | None:
-        return RECURRENCES.name_of(self.summary) if self.summary else None
+    def traits(self) -> ModelTraits:
+        return ModelTraits(memory=RECURRENCES.name_of(self.summary) if self.summary else None)
 
     @property
     def summary(self) -> WindowSummary | None:

@@ -25,21 +25,23 @@ from meliad_like.layers.basic import (
     dropout,
     dropout_multiplier,
     embed,
+    fold_key,
     parameter,
     product,
     rows,
     scores,
+    split_key,
 )
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
+from meliad_like.models.base_decoder import BaseDecoder, groups_of
 from meliad_like.models.layer import Layer
 from meliad_like.models.model import builds
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
-from meliad_like.models.skeleton import Skeleton, groups_of
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
@@ -99,7 +101,7 @@ class Block(Layer):
         window."""
         positions = at.positions
         c = positions.shape[1]
-        keys = [None] * 3 if dropout_key is None else list(jax.random.split(dropout_key, 3))
+        keys = split_key(dropout_key, 3)
         windows = rearrange(self.attention_norm(x), "b (c w) d -> (b c) w d", c=c)
         w = windows.shape[1]
         query, key, value = self._heads(windows, jnp.arange(w)[None])
@@ -186,7 +188,7 @@ class PretrainedCarry(NamedTuple):
 
 
 @builds(PretrainedConfig)
-class PretrainedDecoder(Skeleton):
+class PretrainedDecoder(BaseDecoder):
     """A pretrained language model with a window of `w` tokens, and perhaps a recurrence that reaches further."""
 
     config: PretrainedConfig
@@ -274,11 +276,10 @@ class PretrainedDecoder(Skeleton):
         keys = self._keys(dropout_key)
         x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        outputs, caches = self._stack((x, None), caches, at, keys[:-2], groups)
-        return [x for x, _ in outputs], caches
+        return self._stack(x, caches, at, keys[:-2], groups)
 
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
-        """Reads a segment, as `Skeleton.read_segment`; every window begins with the tokens that it repeats."""
+        """Reads a segment, as `BaseDecoder.read_segment`; every window begins with the tokens that it repeats."""
         if self.recurrence is None:
             return super().read_segment(tokens, carry, start, dropout_key, every_layer=every_layer)
         keep = slice(None if every_layer else -1, None)
@@ -286,7 +287,7 @@ class PretrainedDecoder(Skeleton):
         return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """As `Skeleton.read_while_decoding`. Where windows overlap, tokens are read one by one."""
+        """As `BaseDecoder.read_while_decoding`. Where windows overlap, tokens are read one by one."""
         if not self.config.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
@@ -300,7 +301,7 @@ class PretrainedDecoder(Skeleton):
         return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
 
     def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
-        """Reads a segment: returns the loss of every target, and the carry, as `Skeleton.losses`.
+        """Reads a segment: returns the loss of every target, and the carry, as `BaseDecoder.losses`.
 
         With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the
         vectors that pass between windows are kept (section 3.2): memory is that of one window.
@@ -324,8 +325,7 @@ class PretrainedDecoder(Skeleton):
 
         def read(inserted, window):
             tokens, targets, position, index = window
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            outputs = self.read_window(tokens, position, inserted, key)
+            outputs = self.read_window(tokens, position, inserted, fold_key(dropout_key, index))
             return recurrence(self._weigh(outputs)), finish(outputs, targets)
 
         windows = (rearrange(y, "b (c w) -> c b w", c=start.shape[1]) for y in (tokens, targets))
@@ -343,7 +343,7 @@ class PretrainedDecoder(Skeleton):
         return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
 
     def read_token(self, token, carry):
-        """Reads one token per lane, as `Skeleton.read_token`.
+        """Reads one token per lane, as `BaseDecoder.read_token`.
 
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.

@@ -18,19 +18,24 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, merge_heads
-from meliad_like.layers.basic import Linear, RMSNorm, dropout_multiplier, fan_in, parameter, tiled_dropout
-from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import Shape, Traits, layer_indices
-from meliad_like.mixers.positions import POSITIONS
+from meliad_like.layers.basic import (
+    Linear,
+    RMSNorm,
+    dropout_multiplier,
+    fan_in,
+    fold_key,
+    parameter,
+    split_key,
+    tiled_dropout,
+)
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
-from meliad_like.models.layer import LAYERS, Layer, LayerConfig, ResidualFeedForward, Stream
-from meliad_like.registry import size
-from meliad_like.validation import check_positive
+from meliad_like.models.decoder import Stack
+from meliad_like.models.layer import Layer, ResidualFeedForward
+from meliad_like.models.melodi.config import MelodiConfig
+from meliad_like.models.model import builds
 
-NAME = "melodi"
-"""The name of the layer's memories in its carry."""
+small = jax.nn.initializers.truncated_normal(0.25)
 
 
 class MelodiCarry(NamedTuple):
@@ -121,27 +126,29 @@ def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Flo
 
 
 class MelodiLayer(Layer):
-    """A layer that reads one window after the other, because its memories are made of its output."""
+    """A layer that reads one window after the other, because its memories are made of its output.
+
+    Its input and output have `w + u` vectors for every window: those of the tokens, and those of the summary tokens.
+    """
 
     acts_at_blocks = True
-    takes_summaries = True
 
-    def __init__(self, config: "Melodi", shape: Shape, index: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: MelodiConfig, index: int, *, rngs: nnx.Rngs):
+        shape = config.shape
         self.config, self.shape = config, shape
         d, inner = shape.model_width, shape.inner_width
-        self.norm = RMSNorm(d, rngs=rngs)
+        self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
         self.heads = TokenHeads(shape, rngs=rngs)
         self.output = Linear(inner, d, ("heads", "model"), rngs=rngs)
         self.feedforward = ResidualFeedForward(shape, rngs=rngs)
         u, r, e = config.num_summaries, config.short_length, config.long_length
-        self.long = index in config.long_indices(shape)
+        self.long = index in config.long_indices
         sizes = (shape.window_length, u)
-        self.summary_mix = None if config.is_last(shape, index) else SequenceMix(*sizes, u, d, True, rngs=rngs)
+        self.summary_mix = None if config.is_last(index) else SequenceMix(*sizes, u, d, True, rngs=rngs)
         self.short_mix = SequenceMix(*sizes, r, d, r == u, rngs=rngs)
         self.long_mix = SequenceMix(*sizes, e, d, False, rngs=rngs) if self.long else None
-        gate = jax.nn.initializers.truncated_normal(0.25)
         size_of_gate = shape.num_heads, shape.head_size
-        self.gate = parameter(rngs.params(), gate, size_of_gate, ("heads", None), "bias") if self.long else None
+        self.gate = parameter(rngs.params(), small, size_of_gate, ("heads", None), "bias") if self.long else None
 
     @property
     def _mixes(self) -> dict[str, SequenceMix]:
@@ -152,63 +159,60 @@ class MelodiLayer(Layer):
         config, d = self.config, self.shape.model_width
         short = jnp.zeros((b, config.short_length, d), dtype)
         long = jnp.zeros((b, config.long_slots, d), dtype) if self.long else None
-        return {NAME: MelodiCarry(short, long, jnp.zeros((b,), jnp.int32))}
+        return MelodiCarry(short, long, jnp.zeros((b,), jnp.int32))
 
     def begin_segment(self, carry):
         return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
 
     def __call__(self, x, at, carry, dropout_key=None):
-        carry, w, e = carry[NAME], self.shape.window_length, self.config.long_length
-        positions, position = at.count(carry.position, w)
-        (b, c), written = positions.shape, positions // w
-        keys = [None] * 4 if dropout_key is None else list(jax.random.split(dropout_key, 4))
-        windows = self._windows(x, written, keys)
-        ring_heads = self._memory_heads(carry.long, keys[2]) if self.long else ()
+        positions, position = at.count(carry.position, self.shape.window_length)
+        (b, c), age = positions.shape, positions // self.shape.window_length
+        token_key, summary_key, ring_key, windows_key = split_key(dropout_key, 4)
+        windows = self._windows(x, age, token_key, summary_key)
+        ring = self._memory_heads(carry.long, ring_key) if self.long else ()
         bias = self._bias()
 
-        def step(state, window: Window):
-            short, segment_heads = state
-            key_of = [None] * 4
-            if keys[3] is not None:
-                key_of = list(jax.random.split(jax.random.fold_in(keys[3], window.number), 4))
-            memory = self._memory_heads(jnp.where((window.age > 0)[:, None, None], short, 0), key_of[0])
-            result = self._attend_window(bias, window, memory, key_of[1])
+        def read(state, window: Window):
+            short, added = state
+            memory_key, window_key, long_key, output_key = split_key(fold_key(windows_key, window.number), 4)
+            memory = self._memory_heads(jnp.where((window.age > 0)[:, None, None], short, 0), memory_key)
+            result = self._attend_window(bias, window, memory, window_key)
             if self.long:
-                seen = self._long_term(ring_heads, segment_heads, written[:, 0], window, c)
-                result = self._mix_long(result, window.query, seen, key_of[2])
-            y = self._finish(window.x, result, key_of[3])
-            x, summaries = y[:, :w], y[:, w:]
-            mixed = {name: mix.of_tokens(x) for name, mix in self._mixes.items()}
-            summaries, short, extracted = self._make(summaries, mixed)
+                result = self._mix_long(result, window.query, self._long_term(ring, added, age[:, 0], window), long_key)
+            y = self._finish(window.x, result, output_key)
+            tokens, summaries = self.config.split_window(y)
+            summaries, short, extracted = self._make(
+                summaries, {name: mix.of_tokens(tokens) for name, mix in self._mixes.items()}
+            )
             if self.long:
                 # A key of its own for the vectors' dropout, which are read by later windows of the segment.
-                new_key = None if key_of[0] is None else jax.random.fold_in(key_of[0], 1)
-                new, begin = self._memory_heads(extracted, new_key), window.number * e
-                segment_heads = tuple(
-                    jax.lax.dynamic_update_slice_in_dim(y, z, begin, axis=2) for y, z in zip(segment_heads, new)
-                )
-            return (short, segment_heads), (x, summaries, extracted)
+                new = self._memory_heads(extracted, fold_key(memory_key, 1))
+                begin = window.number * self.config.long_length
+                added = tuple(jax.lax.dynamic_update_slice_in_dim(y, z, begin, axis=2) for y, z in zip(added, new))
+            return (short, added), (jnp.concatenate([tokens, summaries], axis=1), extracted)
 
-        heads = (b, self.shape.num_heads, c * e, self.shape.head_size)
-        no_heads = (jnp.zeros(heads, x[0].dtype),) * 2 if self.long else ()
-        (short, _), (x, summaries, extracted) = jax.lax.scan(step, (carry.short, no_heads), windows)
-        long = self._remember(carry.long, jnp.moveaxis(extracted, 0, 1), written) if self.long else None
-        x, summaries = (rearrange(y, "c b s d -> b (c s) d") for y in (x, summaries))
-        return (x, summaries), {NAME: MelodiCarry(short, long, position)}
+        heads = (b, self.shape.num_heads, c * self.config.long_length, self.shape.head_size)
+        nothing_added = (jnp.zeros(heads, x.dtype),) * 2 if self.long else ()
+        (short, _), (x, extracted) = jax.lax.scan(read, (carry.short, nothing_added), windows)
+        long = self._remember(carry.long, jnp.moveaxis(extracted, 0, 1), age) if self.long else None
+        return rearrange(x, "c b s d -> b (c s) d"), MelodiCarry(short, long, position)
 
-    def _windows(self, stream: Stream, age: Int[Array, "b c"], keys) -> Window:
+    def _windows(self, x: Float[Array, "b n d"], age: Int[Array, "b c"], token_key, summary_key) -> Window:
         """All windows of a segment, along a new first axis."""
         c, w, position = age.shape[1], self.shape.window_length, self.heads.position
+        windows = rearrange(x, "b (c s) d -> b c s d", c=c)
 
-        def by_window(*parts, axes="b (c s) d -> c b s d"):
-            return jnp.concatenate([rearrange(y, axes, c=c) for y in parts], axis=2)
+        def normed(y: Float[Array, "b c s d"], key) -> Float[Array, "b c s d"]:
+            flat = rearrange(y, "b c s d -> b (c s) d")
+            return rearrange(self._normed(flat, key), "b (c s) d -> b c s d", c=c)
 
-        normed = by_window(*map(self._normed, stream, keys), axes="b (c s) d -> b c s d")
-        heads = self.heads.of(rearrange(normed, "b c s d -> b (c s) d"))
+        tokens, summaries = self.config.split_window(windows)
+        seen = jnp.concatenate([normed(tokens, token_key), normed(summaries, summary_key)], axis=2)
+        heads = self.heads.of(rearrange(seen, "b c s d -> b (c s) d"))
         key, value, query = (rearrange(y, "b h (c s) k -> c b h s k", c=c) for y in heads)
-        place = w + np.arange(normed.shape[2])
+        place = w + np.arange(seen.shape[2])
         placed = position.placed(query, place), query, position.placed(key, place), value
-        return Window(jnp.arange(c), by_window(*stream), *placed, age.T)
+        return Window(jnp.arange(c), jnp.moveaxis(windows, 1, 0), *placed, age.T)
 
     def _normed(self, x: Float[Array, "b n d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "b n d"]:
         return tiled_dropout(self.norm(x), self.shape.dropout_rate, dropout_key)
@@ -259,22 +263,22 @@ class MelodiLayer(Layer):
         mixed = share * result.astype(jnp.float32) + (1 - share) * read.astype(jnp.float32)
         return mixed.astype(result.dtype)
 
-    def _long_term(self, ring_heads, segment_heads, written: Int[Array, " b"], window: Window, c: int):
+    def _long_term(self, ring, added, written: Int[Array, " b"], window: Window):
         """The keys and values of the long-term memory before a window, and which of them are visible: of the last m
         those of its document, or with an empty memory that is not masked all, with zeros for the rest.
 
         Args:
-            ring_heads: the keys and values of the ring before the segment.
-            segment_heads: the keys and values of the vectors of its `c` windows.
+            ring: the keys and values of the ring before the segment.
+            added: the keys and values of the vectors of the segment's windows.
             written: the number of the document's windows before the segment.
         """
         e, m = self.config.long_length, self.config.long_slots
         # Vectors are counted from the beginning of the segment: -1 is the newest in the ring.
         in_ring = (jnp.arange(m) - e * written[:, None]) % m - m
-        in_segment = jnp.broadcast_to(jnp.arange(c * e), (written.shape[0], c * e))
+        in_segment = jnp.broadcast_to(jnp.arange(added[0].shape[2]), (written.shape[0], added[0].shape[2]))
         vector, end = jnp.concatenate([in_ring, in_segment], axis=1), e * window.number
         last, real = (vector >= end - m) & (vector < end), vector >= end - e * window.age[:, None]
-        both = zip(ring_heads, segment_heads)
+        both = zip(ring, added)
         if self.shape.mask_empty_cache:
             return *both, last & real
         halves = real[:, None, :m, None], real[:, None, m:, None]
@@ -312,16 +316,16 @@ class MelodiLayer(Layer):
         return summaries + results.get("summary", 0), short, results.get("long")
 
     def begin_decoding(self, carry):
-        memory, b = carry[NAME], carry[NAME].position.shape[0]
-        empty = self.heads.init_cache(b, memory.short.dtype)._replace(position=memory.position)
-        filled = self._filled(memory.position // self.shape.window_length)[:, :, None]
-        long = self._memory_heads(jnp.where(filled, memory.long, 0), None) if self.long else ()
+        b = carry.position.shape[0]
+        empty = self.heads.init_cache(b, carry.short.dtype)._replace(position=carry.position)
+        filled = self._filled(carry.position // self.shape.window_length)[:, :, None]
+        long = self._memory_heads(jnp.where(filled, carry.long, 0), None) if self.long else ()
         mixed = {name: jnp.zeros((b, mix.out, self.shape.model_width)) for name, mix in self._mixes.items()}
-        window, short = self.heads.begin_block(empty), self._memory_heads(memory.short, None)
-        return {NAME: memory._replace(window=window, short_heads=short, long_heads=long, mixed=mixed)}
+        window, short = self.heads.begin_block(empty), self._memory_heads(carry.short, None)
+        return carry._replace(window=window, short_heads=short, long_heads=long, mixed=mixed)
 
     def end_decoding(self, carry):
-        return {NAME: MelodiCarry(*carry[NAME][:3])}
+        return MelodiCarry(*carry[:3])
 
     def _mix_stored(self, result, query, carry, age: Int[Array, " b"]):
         """As `_mix_long`, while decoding."""
@@ -331,7 +335,7 @@ class MelodiLayer(Layer):
         return self._mix_long(result, query, (*carry.long_heads, shown), None)
 
     def step(self, x, at, carry):
-        carry, r, w, heads = carry[NAME], self.config.short_length, self.shape.window_length, self.heads
+        r, w, heads = self.config.short_length, self.shape.window_length, self.heads
         position = carry.window.position
         offset, age = position % w, position // w
         tile, window = heads.token(self.norm(x), carry.window)
@@ -346,10 +350,13 @@ class MelodiLayer(Layer):
         )
         x = self._finish(x[:, None], self._mix_stored(result, tile.query, carry, age), None)[:, 0]
         mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
-        return x, {NAME: carry._replace(window=window, mixed=mixed)}
+        return x, carry._replace(window=window, mixed=mixed)
 
-    def end_window(self, carry, summaries):
-        carry, w, heads = carry[NAME], self.shape.window_length, self.heads
+    def end_window(
+        self, carry: MelodiCarry, summaries: Float[Array, "b u d"]
+    ) -> tuple[MelodiCarry, Float[Array, "b u d"]]:
+        """As `end_block`; the window's summary tokens are those from the layer below, and those for the next layer."""
+        w, heads = self.shape.window_length, self.heads
         tokens, age = carry.window, carry.position // w
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
@@ -362,84 +369,48 @@ class MelodiLayer(Layer):
         result = self._mix_stored(result, query, carry, age)
         summaries, short, extracted = self._make(self._finish(summaries, result, None), carry.mixed)
         long = self._remember(carry.long, extracted[:, None], age[:, None]) if self.long else None
-        return self.begin_decoding({NAME: MelodiCarry(short, long, carry.position + w)}), summaries
+        return self.begin_decoding(MelodiCarry(short, long, carry.position + w)), summaries
 
 
-@LAYERS.register(NAME)
-class Melodi(LayerConfig):
-    """MELODI's memories: by default those of the reference's code, `configs/base_melodi.gin`."""
+@builds(MelodiConfig)
+class Melodi(Stack):
+    """A language model that reads windows of `w` tokens, each with the memories that the windows before it left."""
 
-    layers: tuple[int, ...] | None = size(None, "layer_indices")
-    """The layers with a short-term memory; negative numbers count from the end. None: all layers."""
-    long_layers: tuple[int, ...] = size((), "layer_indices")
-    """The layers among them that also have a long-term memory."""
-    num_summaries: int = size(64, "length")
-    """The number of summary tokens behind every window (u)."""
-    short_length: int = size(64, "length")
-    """The number of vectors of a short-term memory (r, the paper's S). If it is not `num_summaries`, they are made
-    without norms and residual, as in the reference."""
-    long_length: int = size(32, "length")
-    """The number of vectors that a window adds to a long-term memory (e, the paper's L)."""
-    long_slots: int = size(4096, "length")
-    """The number of vectors in a long-term memory (m); the oldest are overwritten."""
-    clear_states: bool = False
-    """Whether every segment begins with empty memories, which measures their value beyond a segment."""
+    config: MelodiConfig
 
-    takes_mixers = False
+    def make_layers(self, rngs):
+        config = self.config
+        yield from [MelodiLayer(config, i, rngs=rngs) for i in range(config.total_layers)]
+        sizes = config.num_summaries, config.model_width
+        self.summary_embedding = parameter(rngs.params(), small, sizes, (None, "model"), "table")
 
-    def __post_init__(self):
-        check_positive(self, ("num_summaries", "short_length", "long_length"))
-        if self.long_slots < self.long_length:
-            raise UserError(f"Melodi.long_slots={self.long_slots} must be at least long_length={self.long_length}")
+    def _summaries(self, *batch: int) -> Float[Array, "*batch u d"]:
+        """The summary tokens before the first layer."""
+        # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
+        return jnp.tile(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
 
-    def check(self, shape):
-        if not shape.position.places_vectors:
-            name = POSITIONS.name_of(shape.position)
-            raise UserError(f"Melodi can't have position={name!r}: memories are not projected with a place")
-        if not self.long_indices(shape) <= self._indices(shape):
-            raise UserError(
-                f"Melodi.long_layers={self.long_layers} names a layer that Melodi.layers={self.layers} lacks"
-            )
+    def embed(self, tokens, position, dropout_key):
+        """The embedding vectors of a token, or of the windows of a segment with their summary tokens."""
+        x = super().embed(tokens, position, dropout_key)
+        if tokens.ndim == 1:
+            return x
+        windows = rearrange(x, "b (c w) d -> b c w d", w=self.config.window_length)
+        windows = jnp.concatenate([windows, self._summaries(*windows.shape[:2])], axis=2)
+        return rearrange(windows, "b c s d -> b (c s) d")
 
-    def _indices(self, shape: Shape) -> frozenset[int]:
-        return layer_indices("Melodi.layers", self.layers, len(shape.layers))
+    def read_segment(self, tokens, *arguments, **options):
+        """Reads a segment, as `BaseDecoder.read_segment`; the outputs are those for tokens."""
 
-    def long_indices(self, shape: Shape) -> frozenset[int]:
-        """The layers with a long-term memory, counted from 0."""
-        return layer_indices("Melodi.long_layers", self.long_layers, len(shape.layers))
+        def of_tokens(x):
+            windows = rearrange(x, "b (c s) d -> b c s d", c=tokens.shape[1] // self.config.window_length)
+            return rearrange(self.config.split_window(windows)[0], "b c w d -> b (c w) d")
 
-    def is_last(self, shape: Shape, index: int) -> bool:
-        """Whether nothing reads what layer `index` would make of the summary tokens."""
-        return index == max(self._indices(shape))
+        outputs, carry = super().read_segment(tokens, *arguments, **options)
+        return list(map(of_tokens, outputs)), carry
 
-    @property
-    def summary_tokens(self) -> int:
-        return self.num_summaries
-
-    def build(self, shape, index, *, rngs):
-        return MelodiLayer(self, shape, index, rngs=rngs)
-
-    def flops(self, shape, index):
-        """The operations of memories and summary tokens, and of attention in full tiles.
-
-        Not counted is what depends on the length n of segments: the projection of the long-term memory, 4 d i m / n
-        operations a token, and attention to the places of the segment's own vectors in addition to the m slots.
-        """
-        d, inner, w = shape.model_width, shape.inner_width, shape.window_length
-        u, r, e, m = self.num_summaries, self.short_length, self.long_length, self.long_slots
-        last = self.is_last(shape, index)
-        flops = u * (8 * d * inner + 4 * d * shape.feedforward_width)
-        flops += 4 * d * inner * r + 4 * inner * (w + u) * (r + w + u) + 2 * d * (w + u) * (r + u * (not last))
-        if index in self.long_indices(shape):
-            flops += 4 * inner * (w + u) * m + 4 * d * inner * e + 2 * d * (w + u) * e
-        of_tokens = 2 * d * 4 * inner + 4 * d * shape.feedforward_width
-        return Flops.of_products(of_tokens + flops / w)
-
-    def traits(self, shape):
-        """Tokens before the window are seen through memories alone."""
-        return Traits(
-            attends_to=lambda position: position % shape.window_length,
-            sequential_because="with Melodi a window of a layer waits for the memory that the window before it leaves",
-            needs_segments="Melodi.clear_states=True" if self.clear_states else None,
-            states=("short",),
-        )
+    def end_block(self, carries):
+        """What the window leaves: its summary tokens pass the layers from the first to the last."""
+        summaries, ended = self._summaries(carries[0].position.shape[0]), {}
+        for i, carry in carries.items():
+            ended[i], summaries = self.layers[i].end_window(carry, summaries)
+        return ended

@@ -15,12 +15,11 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.basic import rematerialise, rematerialise_iteration
+from meliad_like.layers.basic import fold_key, rematerialise, rematerialise_iteration, split_key
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import At, count_by_block
-from meliad_like.models.layer import Stream
 from meliad_like.models.model import ModelConfig
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
@@ -63,7 +62,7 @@ class DecoderCarry(NamedTuple):
     """The carry of each layer."""
 
 
-class Skeleton(nnx.Module):
+class BaseDecoder(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
     A family sets `config` and `layers`, and implements `embed`, `finish` and `logits`.
@@ -98,10 +97,6 @@ class Skeleton(nnx.Module):
         `start` are the lanes in which a document begins with the block."""
         del carry, start
         return {}
-
-    def summaries(self, b: int, c: int) -> Float[Array, "b u2 d"] | None:
-        """The summary tokens of `c` blocks before the first layer, block by block; None if there are none."""
-        del b, c
 
     @property
     def dtype(self):
@@ -151,15 +146,16 @@ class Skeleton(nnx.Module):
         dropout_key: PRNGKeyArray | None = None,
         *,
         every_layer: bool = False,
-    ) -> tuple[list[Float[Array, "b n d"]], Any]:
+    ) -> tuple[list[Float[Array, "b s d"]], Any]:
         """Reads a segment, as `__call__`: returns the output of the last layer, and the carry. With `every_layer`, the
-        list holds the embedding and the output of every layer."""
+        list holds the embedding and the output of every layer. There are `s` vectors: those of the `n` tokens, and of
+        what a family adds to each block (`embed`)."""
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
         keys = self._keys(dropout_key)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
-        x = constrain(x, "lanes", None, None), self.summaries(x.shape[0], tokens.shape[1] // w)
+        x = constrain(x, "lanes", None, None)
         positions, position = self.block_positions(carry.position, start)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
@@ -169,9 +165,8 @@ class Skeleton(nnx.Module):
             outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
         groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
         (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
-        outputs, layers = [*outputs, *above], [*below, *layers]
-        outputs = [x for x, _ in (outputs if every_layer else outputs[-1:])]
-        return outputs, carry._replace(position=position, layers=from_rightmost(layers))
+        outputs, layers = [*outputs, *above], from_rightmost([*below, *layers])
+        return outputs if every_layer else outputs[-1:], carry._replace(position=position, layers=layers)
 
     def losses(
         self,
@@ -189,15 +184,13 @@ class Skeleton(nnx.Module):
         def read(by_token, replicated):
             (tokens, targets), (module, carry, start, dropout_key) = by_token, replicated
             hidden, carry = module(tokens, carry, start, dropout_key)
-            softmax_key = None if dropout_key is None else jax.random.fold_in(dropout_key, SOFTMAX)
-            return token_losses(module, hidden, targets, slice_length, softmax_key), carry
+            return token_losses(module, hidden, targets, slice_length, fold_key(dropout_key, SOFTMAX)), carry
 
         return over_sequence(read)((tokens, targets), (self, carry, start, dropout_key))
 
     def _keys(self, dropout_key: PRNGKeyArray | None) -> list[PRNGKeyArray | None]:
         """A dropout key for each layer, one for `embed` and one for `finish`."""
-        number = len(self.layers) + 2
-        return [None] * number if dropout_key is None else list(jax.random.split(dropout_key, number))
+        return split_key(dropout_key, len(self.layers) + 2)
 
     def block_positions(
         self, position: Int[Array, " b"], start: Bool[Array, "b c"]
@@ -210,8 +203,8 @@ class Skeleton(nnx.Module):
         return read + overlap * (read > 0), after + overlap
 
     def _stack(
-        self, x: Stream, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
-    ) -> tuple[list[Stream], list[Any]]:
+        self, x: Array, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
+    ) -> tuple[list[Array], list[Any]]:
         """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
 
         A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
@@ -222,12 +215,8 @@ class Skeleton(nnx.Module):
             layer, one, key = inputs
             call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
             with jax.named_scope("attention"):
-                if layer.takes_summaries:
-                    x, one = call(layer, x, at, one, key)
-                else:
-                    tokens, one = call(layer, x[0], at, one, key)
-                    x = tokens, x[1]
-            x = jax.tree.map(lambda y: constrain(y, "lanes", None, None), x)
+                x, one = call(layer, x, at, one, key)
+            x = constrain(x, "lanes", None, None)
             return x, (x, one)
 
         outputs, new_layers, carries_and_keys = [x], [], zip(layers, keys, strict=True)
@@ -245,8 +234,8 @@ class Skeleton(nnx.Module):
         return outputs, new_layers
 
     def _scan_blocks(
-        self, x: Stream, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
-    ) -> tuple[list[Stream], list[Any], dict[str, Any]]:
+        self, x: Array, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
+    ) -> tuple[list[Array], list[Any], dict[str, Any]]:
         """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
         outputs as `_stack` (or only the last), the carries, and what the layers publish before each block."""
         # Here parameters are stacked once, not in every iteration.
@@ -254,7 +243,7 @@ class Skeleton(nnx.Module):
 
         def step(layers, block):
             x, position, number = block
-            folded = [None if key is None else jax.random.fold_in(key, number) for key in keys]
+            folded = [fold_key(key, number) for key in keys]
             published = jax.tree.map(
                 lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0)
             )
@@ -265,8 +254,7 @@ class Skeleton(nnx.Module):
         if c == 1:
             layers, (outputs, published) = step(layers, (x, positions[:, 0], 0))
             return outputs, layers, published
-        x = jax.tree.map(lambda y: rearrange(y, "b (c w) d -> c b w d", c=c), x)
-        blocks = x, positions.T, jnp.arange(c)
+        blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
         layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
         outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
         return outputs, layers, published
@@ -295,18 +283,12 @@ class Skeleton(nnx.Module):
         acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
         if not acting:
             return carries
-
-        def end(acting):
-            summaries, ended = self.summaries(flags.shape[0], 1), {}
-            for i, one in acting.items():
-                if self.layers[i].takes_summaries:
-                    ended[i], summaries = self.layers[i].end_window(one, summaries)
-                else:
-                    ended[i] = self.layers[i].end_block(one)
-            return ended
-
-        acted = at_lanes(flags, end, acting)
+        acted = at_lanes(flags, self.end_block, acting)
         return [acted.get(i, one) for i, one in enumerate(carries)]
+
+    def end_block(self, carries: dict[int, Any]) -> dict[int, Any]:
+        """The carries, by number of the layer, after a block whose last token has been decoded, in all lanes."""
+        return {i: self.layers[i].end_block(one) for i, one in carries.items()}
 
     def read_while_decoding(
         self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
