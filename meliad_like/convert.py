@@ -21,7 +21,7 @@ PAGES = {
 
 Gin files describe the model as it was trained. The reference does not mask the empty cache at a document's start:
 --gin_file=option/unmasked_empty_cache.gin. Its MELODI is --gin_file=melodi/base.gin, and its dense memory
---gin_file=melodi/dense_4k.gin, RepeatedInput.layers = (7,) and DenseMemory.horizon = "segment".
+--gin_file=melodi/dense_4k.gin, DecoderConfig.doubled_inputs = (7,) and DenseMemory.horizon = "segment".
 """,
     "meliad_gin": """Makes one gin file of files in google-research/meliad's folder transformer/configs.
 

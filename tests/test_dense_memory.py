@@ -67,7 +67,7 @@ def test_several_pieces_and_segments_are_attention_to_all_tokens(piece, horizon,
 
 def test_a_horizon_of_segments_is_not_decoded():
     model, _ = make(horizon="segment")
-    assert model.config.needs_segments and not make()[0].config.needs_segments
+    assert model.config.traits.needs_segments and not make()[0].config.traits.needs_segments
 
 
 @pytest.mark.parametrize(

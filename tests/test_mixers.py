@@ -270,7 +270,7 @@ def test_in_bfloat16(name):
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 1, 1, 8)])
 def test_sharded_equals_unsharded(name, shape):
     model, params = make(name)
-    if shape[3] > 1 and model.config.sequential_because:
+    if shape[3] > 1 and model.config.traits.sequential_because:
         with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
             model.config.check_sequence(C * W, shape[3])
         return

@@ -62,7 +62,7 @@ def test_two_million_tokens_between_validations(window):
 @pytest.mark.parametrize("overlap", TABLE_2)
 def test_operations_by_the_papers_count(overlap):
     model = parse(f"recurrent_pretrained/tables/baseline_300_{overlap}").model
-    assert model.flops_by_the_paper() / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
+    assert model.traits.flops_by_the_paper / 1e8 == pytest.approx(TABLE_2[overlap], abs=0.00501)
 
 
 def test_a_prediction_costs_what_is_read_for_it():
@@ -83,7 +83,7 @@ def test_operations_as_counted():
     parameters, attention, logits = 12 * 12 * 768**2, 12 * 300 * 768, 768 * 50_257
     counted = baseline.flops(50_257).forward
     assert counted == 2 * parameters + 4 * attention + 2 * logits
-    assert 2 * parameters + 2 * attention == pytest.approx(baseline.flops_by_the_paper(), rel=0.003)
+    assert 2 * parameters + 2 * attention == pytest.approx(baseline.traits.flops_by_the_paper, rel=0.003)
     # Weighing the layers; a network once a window; one more key and value, and what every query does with them.
     added = 2 * 12 * 768 + (2 * 388_568 - 2 * 1368 + 2 * 768 * 1536) / 300 + 4 * 768
     assert recurrent.flops(50_257).forward - counted == pytest.approx(added)

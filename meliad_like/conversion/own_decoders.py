@@ -60,7 +60,7 @@ def check_decoder(config: Any, owner: str | Path) -> None:
     if not isinstance(config, DecoderConfig):
         parts = [f"a {type(config).__name__} model"]
     else:
-        parts = [config.needs_segments] if config.needs_segments else []
+        parts = [config.traits.needs_segments] if config.traits.needs_segments else []
         parts += [f"DecoderConfig.{name}" for name in ("doubled_inputs", "norms_after") if getattr(config, name)]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
         for kind, name in ONLY_DEFAULTS:

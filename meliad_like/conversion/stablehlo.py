@@ -37,7 +37,7 @@ CALLS = {
 def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], folder: str | Path) -> None:
     """Writes our newest checkpoint as programs for all platforms, parameters, a vocabulary and a reader of them."""
     opened = open_checkpoint(checkpoint, changes=read_changes((), gin_params))
-    if reason := opened.model.config.needs_segments:
+    if reason := opened.model.config.traits.needs_segments:
         raise UserError(f"{checkpoint}: memories depend on where segments end ({reason}), and tokens have no segments")
     # Not `opened.model`, which has the kernels of this platform.
     model, vocabulary = Model(opened.run.model, opened.vocabulary.size), opened.vocabulary

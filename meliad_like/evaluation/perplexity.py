@@ -143,7 +143,10 @@ class Evaluator:
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         if read is None:
-            lengths, overlap = (segment_length, window), model.config.overlap if reading_mode.repeats_windows else 0
+            lengths, overlap = (
+                (segment_length, window),
+                model.config.traits.overlap if reading_mode.repeats_windows else 0,
+            )
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
             self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
         else:

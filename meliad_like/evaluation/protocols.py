@@ -30,7 +30,7 @@ class ProtocolScore(Score):
 
     protocol: str
     min_visible: int
-    """The smallest number of tokens that a layer attends to for a prediction (`ModelConfig.num_visible`)."""
+    """The smallest number of tokens that a layer attends to for a prediction (`ModelTraits.num_visible`)."""
     mean_visible: float
     max_visible: int
     flops: float
@@ -137,7 +137,7 @@ def evaluate(
         reading_mode=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
         read=read,
     )(params, on_progress)
-    visible = model.config.num_visible(context)
+    visible = model.config.traits.num_visible(context)
     return ProtocolScore(
         num_tokens=evaluation.num_tokens,
         nats=evaluation.nats,
@@ -158,10 +158,10 @@ def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> 
         raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
     if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
         raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
-    if model.config.overlap and protocol != "token_by_token":
+    if model.config.traits.overlap and protocol != "token_by_token":
         raise UserError(
-            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: evaluate "
-            "without a protocol, or with PretrainedConfig.overlap = 0"
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.traits.overlap} tokens: "
+            "evaluate without a protocol, or with PretrainedConfig.overlap = 0"
         )
-    if protocol == "token_by_token" and (reason := model.config.needs_segments):
+    if protocol == "token_by_token" and (reason := model.config.traits.needs_segments):
         raise UserError(f"token by token there are no segments, on which what this model remembers depends ({reason})")

@@ -32,7 +32,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]
     return (
-        {"num_states": 0, "overlap": run.model.overlap}
+        {"num_states": 0, "overlap": run.model.traits.overlap}
         | lengths
         | {
             "segment_length": run.data.segment_length,
@@ -86,7 +86,7 @@ def by_protocol(trained: OpenedCheckpoint, mesh: Mesh, documents: Documents, few
         "num_bytes": num_bytes,
     }
     # A block's first token attends to itself at least.
-    if model.config.num_visible(np.array([model.config.window_length])).item() > 1:
+    if model.config.traits.num_visible(np.array([model.config.window_length])).item() > 1:
         return figures | {"single_tokens_per_second": evaluate(few_tokens, "token_by_token").tokens_per_second}
     sliding = evaluate(all_tokens, "sliding", stride=max(window // STRIDES_IN_WINDOW, 1))
     single = evaluate(few_tokens, "sliding", stride=1)

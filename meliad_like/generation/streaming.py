@@ -49,7 +49,7 @@ class Generator:
         Raises:
           UserError: the model's carry depends on where segments begin, and generated text has no segments.
         """
-        if reason := model.config.needs_segments:
+        if reason := model.config.traits.needs_segments:
             raise UserError(
                 f"what this model remembers depends on where segments end ({reason}), and text that is written has no "
                 "segments: use it for evaluation"

@@ -20,7 +20,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import At, count_by_block
-from meliad_like.models.model import ModelConfig
+from meliad_like.models.model import ModelConfig, block_offset
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -197,7 +197,7 @@ class BaseDecoder(nnx.Module):
     ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
         """The position of each block's first new token in its document, and the position after the segment. `position`
         is that of the segment's first token, if the lane's document continues."""
-        overlap = self.config.overlap
+        overlap = self.config.traits.overlap
         # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
         read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
         return read + overlap * (read > 0), after + overlap
@@ -267,7 +267,8 @@ class BaseDecoder(nnx.Module):
 
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
-        position, offset = carry.position, self.config.offset(carry.position)
+        w, position = self.config.window_length, carry.position
+        offset = block_offset(position, w, self.config.traits.overlap)
         at = At(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
@@ -275,7 +276,7 @@ class BaseDecoder(nnx.Module):
                 x, one = layer.step(outputs[-1], at, one)
             outputs.append(x)
             layers.append(one)
-        layers = self._end_block(offset == self.config.window_length - 1, layers)
+        layers = self._end_block(offset == w - 1, layers)
         return outputs, carry._replace(position=position + 1, layers=layers)
 
     def _end_block(self, flags: Bool[Array, " b"], carries: list[Any]) -> list[Any]:

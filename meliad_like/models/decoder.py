@@ -6,25 +6,26 @@ attention take turns. Block-Recurrent Transformers, section 3; block feedback, a
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from meliad_like.layers.basic import RMSNorm, embed, parameter, scores, tiled_dropout
 from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
-from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, Traits, layer_indices
+from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, layer_indices
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.base_decoder import BaseDecoder
 from meliad_like.models.layer import DecoderLayer, Layer
-from meliad_like.models.model import MODELS, ModelConfig, builds
+from meliad_like.models.model import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative
@@ -124,10 +125,6 @@ class DecoderConfig(StackConfig):
         kernel = kernel_that_works(self.shape, self.activation_dtype) if self.attention_kernel == "auto" else "none"
         return self if kernel == "none" else dataclasses.replace(self, attention_kernel=kernel)
 
-    @property
-    def fewest_layers(self) -> int:
-        return max(len(distinct_entries(self.pattern)), 1)
-
     def layers_of(self, name: str) -> frozenset[int]:
         """The layers that the field `doubled_inputs` or `norms_after` names, counted from 0."""
         return layer_indices(f"DecoderConfig.{name}", getattr(self, name), self.total_layers)
@@ -166,28 +163,22 @@ class DecoderConfig(StackConfig):
         """The number of layers that read a block before the next block: those up to the last one that publishes."""
         return max((indices[-1] + 1 for indices in self.publishers().values() if indices), default=0)
 
-    def _traits(self) -> Iterator[Traits]:
-        """The traits of all mixers that some layer has."""
-        for config in dict.fromkeys(mixer for layer in self.shape.layers for mixer in layer):
-            yield config.traits(self.shape)
-
     @property
-    def needs_segments(self) -> str | None:
-        return next((traits.needs_segments for traits in self._traits() if traits.needs_segments), None)
-
-    @property
-    def sequential_because(self) -> str | None:
-        return next((traits.sequential_because for traits in self._traits() if traits.sequential_because), None)
+    def traits(self) -> ModelTraits:
+        mixers = dict.fromkeys(mixer for layer in self.shape.layers for mixer in layer)
+        traits = [mixer.traits(self.shape) for mixer in mixers]
+        return ModelTraits(
+            lambda position: np.asarray(np.maximum.reduce([each.attends_to(position) for each in traits]) + 1),
+            sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
+            needs_segments=next((each.needs_segments for each in traits if each.needs_segments), None),
+            fewest_layers=max(len(distinct_entries(self.pattern)), 1),
+        )
 
     def flops(self, vocabulary_size: int) -> Flops:
         flops = Flops.of_products(2 * self.model_width * vocabulary_size)
         for index in range(self.total_layers):
             flops += DecoderLayer.flops(self.shape, index)
         return flops
-
-    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        attended = [traits.attends_to(position) for traits in self._traits()]
-        return np.asarray(np.maximum.reduce(attended) + 1)
 
 
 class Stack(BaseDecoder):

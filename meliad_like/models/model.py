@@ -7,7 +7,7 @@ contract of docs/design.md. The trainer, the evaluator and the generator name no
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,34 @@ def _resumed(old: Any, new: Any) -> Any:
 class ModelTraits(NamedTuple):
     """What the rest of the package asks of a model, in addition to its sizes."""
 
+    num_visible: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]]
+    """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
+    sequential_because: str | None = "its windows are read one after the other"
+    """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None: it can."""
+    needs_segments: str | None = None
+    """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
+    fewest_layers: int = 1
+    """The smallest number of layers with which a smaller model still has all that its layers have."""
     memory: str | None = None
     """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
     states: tuple[str, ...] = ()
     """The fields of such a memory that are states, which pass from block to block."""
+    overlap: int = 0
+    """The number of tokens of the window before that a window repeats."""
+    rate_factor: Callable[[str], float] = lambda name: 1.0
+    """The factor on the learning rate of the parameters under a first name; 0: they are not trained."""
+    flops_by_the_paper: float | None = None
+    """The operations of a predicted token as the family's paper counts them; None: it doesn't."""
+
+
+def block_offset(position: Any, window_length: int, overlap: int) -> Any:
+    """The offset in its block of the token at each position of a document: an array like `position`."""
+    if not overlap:
+        return position % window_length
+    # Only the first window has new tokens before the overlap.
+    later = overlap + (position - overlap) % (window_length - overlap)
+    return later + (position < overlap) * (position - later)
 
 
 _MODULES: dict[type, Callable[..., nnx.Module]] = {}
@@ -61,6 +84,10 @@ def builds(config_class: type) -> Callable[[Module], Module]:
         return module_class
 
     return add
+
+
+def _dropout_rates(config: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if field.name.endswith("dropout_rate")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +113,11 @@ class ModelConfig:
     remat: Remat = resumable("none")
     """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
 
-    positive: ClassVar[tuple[str, ...]] = ()
-    """The fields that must be at least 1, in addition to the sizes above."""
-    rates: ClassVar[tuple[str, ...]] = ("dropout_rate",)
-    """The fields that are dropout rates."""
-    overlap: ClassVar[int] = 0
-    """The number of tokens of the window before that a window repeats."""
-
     def __post_init__(self):
         check_choices(self)
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
-        check_positive(self, (*sizes, *self.positive))
-        check_shares(self, self.rates)
+        check_positive(self, sizes)
+        check_shares(self, _dropout_rates(self))
 
     def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
         """The module, with fresh parameters."""
@@ -114,20 +134,11 @@ class ModelConfig:
         """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
         raise NotImplementedError
 
-    def flops_by_the_paper(self) -> float | None:
-        """The operations of a predicted token as the family's paper counts them; None if the paper doesn't."""
-        return None
-
-    def rate_factor(self, name: str) -> float:
-        """The factor on the learning rate of the parameters under this first name; 0: they are not trained."""
-        del name
-        return 1.0
-
     def extends(self, other: "ModelConfig") -> bool:
         """Whether training may start from the parameters of a model with the other config."""
         if type(self) is not type(other):
             return False
-        same = {name: getattr(self, name) for name in ("activation_dtype", *self.rates)}
+        same = {name: getattr(self, name) for name in ("activation_dtype", *_dropout_rates(self))}
         return dataclasses.replace(_resumed(other, self), **same) == self
 
     @property
@@ -136,45 +147,22 @@ class ModelConfig:
         return self.num_layers
 
     @property
-    def needs_segments(self) -> str | None:
-        """The setting by which the carry depends on where segments end; None if it doesn't. If it does, the model can't
-        generate text."""
-        return None
-
-    @property
-    def sequential_because(self) -> str | None:
-        """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None if it can."""
-        return "its windows are read one after the other"
+    def traits(self) -> ModelTraits:
+        """What the rest of the package asks of the model."""
+        raise NotImplementedError
 
     def check_sequence(self, segment_length: int, parts: int) -> None:
         """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
         if parts == 1:
             return
-        if self.sequential_because is not None:
+        if (reason := self.traits.sequential_because) is not None:
             name = MODELS.name_of(self)
-            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {self.sequential_because}")
+            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {reason}")
         if segment_length % (parts * self.window_length):
             raise UserError(
                 f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
                 f"not a multiple of {parts} x window_length={self.window_length}"
             )
-
-    def offset(self, position: Any) -> Any:
-        """The offset in its block of the token at each position of a document: an array like `position`."""
-        return position % self.window_length
-
-    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
-        raise NotImplementedError
-
-    @property
-    def fewest_layers(self) -> int:
-        """The smallest number of layers with which a smaller model still has all kinds of layers."""
-        return 1
-
-    @property
-    def traits(self) -> ModelTraits:
-        return ModelTraits()
 
     def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
         """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder
@@ -241,7 +229,7 @@ class Model:
     @functools.cached_property
     def rate_factors(self) -> dict[str, float]:
         """Factors on the learning rate that aren't 1, by the first name of a parameter; 0: it is not trained."""
-        factors = {name: self.config.rate_factor(name) for name in self.abstract_params}
+        factors = {name: self.config.traits.rate_factor(name) for name in self.abstract_params}
         return {name: factor for name, factor in factors.items() if factor != 1}
 
     @property
@@ -258,8 +246,8 @@ class Model:
     def flops_per_prediction(self) -> dict[str, float]:
         """The operations of a predicted token in a long document, including tokens that windows read again.
         `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count."""
-        w, paper = self.config.window_length, self.config.flops_by_the_paper()
-        counted = self.forward_flops_per_token * w / (w - self.config.overlap)
+        w, traits = self.config.window_length, self.config.traits
+        counted, paper = self.forward_flops_per_token * w / (w - traits.overlap), traits.flops_by_the_paper
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})
 
     def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:

@@ -1,7 +1,7 @@
 """Shortformer (Press et al. 2021, section 5), its ablations, and the model of Baevski & Auli 2018 that it improves."""
 
 import itertools
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from meliad_like.models.base_decoder import BaseDecoder
 from meliad_like.models.layer import Layer
 from meliad_like.models.model import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.registry import size
-from meliad_like.validation import check_not_negative
+from meliad_like.validation import check_not_negative, check_positive
 
 xavier = jax.nn.initializers.xavier_uniform()
 # Xavier with a gain of 1 / sqrt(2): keys, queries and values as if they were one matrix.
@@ -72,16 +72,9 @@ class ShortformerConfig(ModelConfig):
     softmax_dropout_rate: float = 0.2
     """Dropout of the input of the softmax, and of the inputs of its narrower bands."""
 
-    positive: ClassVar[tuple[str, ...]] = ("band_factor",)
-    rates: ClassVar[tuple[str, ...]] = (
-        "dropout_rate",
-        "attention_dropout_rate",
-        "activation_dropout_rate",
-        "softmax_dropout_rate",
-    )
-
     def __post_init__(self):
         super().__post_init__()
+        check_positive(self, ("band_factor",))
         check_not_negative(self, ("cache_length",))
         # Half of the channels are sines, whose frequencies are spaced by 1 / (model_width / 2 - 1).
         if self.model_width % 2 or self.model_width < 4:
@@ -108,9 +101,9 @@ class ShortformerConfig(ModelConfig):
 
     @property
     def traits(self):
-        return ModelTraits(memory="window" if self.cache_length else None)
+        return ModelTraits(self._num_visible, memory="window" if self.cache_length else None)
 
-    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+    def _num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
         """The cache at the beginning of the block, and the block up to the token."""
         offset = position % self.window_length
         return np.minimum(position - offset, self.cache_length) + offset + 1

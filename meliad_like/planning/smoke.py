@@ -134,7 +134,7 @@ def try_out(run: RunConfig, folder: Path) -> None:
     if not math.isfinite(evaluation.bits_per_token):
         raise UserError(f"the trained model's loss on the {split} documents is not finite")
     say(f"evaluated: {evaluation.bits_per_token:.3f} bits per token on {evaluation.num_tokens:,} tokens of {split}")
-    if reason := run.model.needs_segments:
+    if reason := run.model.traits.needs_segments:
         say(f"it writes no text, because with {reason} its memory depends on where segments end")
         return
     prompt = documents.tokens(0, 0, min(TOKENS_TO_READ, int(documents.lengths[0]) - 1))

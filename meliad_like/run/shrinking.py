@@ -46,7 +46,7 @@ class Divisors:
             return tuple(map(shorter, value)) if isinstance(value, tuple) else max(value // divisor, min(value, 1))
 
         def fewer(number: int) -> int:
-            return max(number // self.layers, model.fewest_layers)
+            return max(number // self.layers, model.traits.fewest_layers)
 
         def named(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
             if self.layers == 1:

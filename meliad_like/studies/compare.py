@@ -139,7 +139,7 @@ def compare(
     """
     documents = []
     # What the other model cannot see is what the first one may have remembered.
-    num_visible = other.subject.run.model.num_visible
+    num_visible = other.subject.run.model.traits.num_visible
     for index, name in enumerate(selection.documents.names):
         units = make_units(selection.whole(index), first.subject.opened.vocabulary, unit)
         visible = num_visible(np.maximum(units.first - 1, 0))

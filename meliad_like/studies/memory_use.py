@@ -166,12 +166,12 @@ def _contrast(total: pd.DataFrame) -> list[str]:
 def _parts(subject: Subject, checkpoint: str, requested: Sequence[str]) -> list[str]:
     """The parts of the carry that are exchanged."""
     model, name = subject.opened.model, f"the model of {checkpoint}"
-    if reason := model.config.needs_segments:
+    if reason := model.config.traits.needs_segments:
         raise UserError(
             f"memory_use reads block by block, and what {name} remembers depends on where segments end: change "
             f"{reason} with --gin_param"
         )
-    if model.config.overlap:
+    if model.config.traits.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")
     carried = part_names(model.config, model.abstract_carry(1))
     if unknown := set(requested) - set(carried):

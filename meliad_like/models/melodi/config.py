@@ -1,7 +1,6 @@
 """The config of MELODI, and its operations."""
 
 import functools
-from typing import ClassVar
 
 from jaxtyping import Array, Float
 
@@ -12,6 +11,7 @@ from meliad_like.mixers.positions import POSITIONS
 from meliad_like.models.decoder import StackConfig
 from meliad_like.models.model import MODELS, ModelTraits
 from meliad_like.registry import size
+from meliad_like.validation import check_positive
 
 
 @MODELS.register("melodi")
@@ -33,10 +33,9 @@ class MelodiConfig(StackConfig):
     clear_states: bool = False
     """Whether every segment begins with empty memories, which measures their value beyond a segment."""
 
-    positive: ClassVar[tuple[str, ...]] = ("num_summaries", "short_length", "long_length")
-
     def __post_init__(self):
         super().__post_init__()
+        check_positive(self, ("num_summaries", "short_length", "long_length"))
         if self.long_slots < self.long_length:
             raise UserError(f"long_slots={self.long_slots} must be at least long_length={self.long_length}")
         if not self.position.places_vectors:
@@ -86,18 +85,13 @@ class MelodiConfig(StackConfig):
             flops += 4 * inner * (w + u) * m + 4 * d * inner * e + 2 * d * (w + u) * e
         return of_tokens + flops / w
 
-    def num_visible(self, position):
-        """The window up to the token. Earlier tokens are seen through memories alone."""
-        return position % self.window_length + 1
-
-    @property
-    def needs_segments(self):
-        return "MelodiConfig.clear_states=True" if self.clear_states else None
-
-    @property
-    def sequential_because(self):
-        return "a window of a layer waits for the memory that the window before it leaves"
-
     @property
     def traits(self):
-        return ModelTraits(memory="melodi", states=("short",))
+        return ModelTraits(
+            # Earlier tokens are seen through memories alone.
+            lambda position: position % self.window_length + 1,
+            sequential_because="a window of a layer waits for the memory that the window before it leaves",
+            needs_segments="MelodiConfig.clear_states=True" if self.clear_states else None,
+            memory="melodi",
+            states=("short",),
+        )

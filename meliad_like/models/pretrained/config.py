@@ -1,7 +1,7 @@
 """The config of a pretrained decoder, and its operations."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -11,9 +11,10 @@ from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.mixers.base import layer_indices
-from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
+from meliad_like.models.model import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat, block_offset
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.registry import kind_field, resumable, size
+from meliad_like.validation import check_positive
 
 DECODER_FIELDS = (
     "architecture",
@@ -82,10 +83,9 @@ class PretrainedConfig(ModelConfig):
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 
-    positive: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "max_positions")
-
     def __post_init__(self):
         super().__post_init__()
+        check_positive(self, ("num_key_value_heads", "max_positions"))
         if self.num_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
@@ -115,27 +115,29 @@ class PretrainedConfig(ModelConfig):
         same_decoder = all(getattr(self, name) == getattr(other, name) for name in DECODER_FIELDS)
         return same_decoder and (other.summary is None or other.summary.extended_by(self.summary))
 
-    def rate_factor(self, name: str) -> float:
-        return self.summary.rate if self.summary and name == "recurrence" else float(self.train_decoder)
-
     def for_separate_sequences(self, num_tokens: int) -> "PretrainedConfig":
         if self.window_length > self.max_positions:
             # The rotary scaling depends on the length of such windows.
             return self
         return dataclasses.replace(self, window_length=num_tokens, overlap=0)
 
-    def offset(self, position: Any) -> Any:
-        # Only the first window has new tokens before the overlap.
-        later = self.overlap + (position - self.overlap) % self.stride
-        return later + (position < self.overlap) * (position - later)
-
-    def num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
-        """The window up to the token, without the vectors of a recurrence."""
-        return np.minimum(self.offset(position) + 1, self.sliding_window or self.window_length)
-
     @property
     def traits(self) -> ModelTraits:
-        return ModelTraits(memory=RECURRENCES.name_of(self.summary) if self.summary else None)
+        return ModelTraits(
+            self._num_visible,
+            memory=RECURRENCES.name_of(self.summary) if self.summary else None,
+            overlap=self.overlap,
+            rate_factor=self._rate_factor,
+            flops_by_the_paper=self._flops_by_the_paper(),
+        )
+
+    def _num_visible(self, position: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """The window up to the token, without the vectors of a recurrence."""
+        offset = block_offset(position, self.window_length, self.overlap)
+        return np.minimum(offset + 1, self.sliding_window or self.window_length)
+
+    def _rate_factor(self, name: str) -> float:
+        return self.summary.rate if self.summary and name == "recurrence" else float(self.train_decoder)
 
     @property
     def summary(self) -> WindowSummary | None:
@@ -193,7 +195,7 @@ class PretrainedConfig(ModelConfig):
     def _num_feedforward_products(self) -> int:
         return 3 if self.architecture == "llama" else 2
 
-    def flops_by_the_paper(self) -> float:
+    def _flops_by_the_paper(self) -> float:
         """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).
 
         Two operations for each parameter that is not an embedding, and 2 l w d for attention (Kaplan et al. 2020, table

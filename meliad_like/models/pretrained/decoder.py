@@ -39,7 +39,7 @@ from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.base_decoder import BaseDecoder, groups_of
 from meliad_like.models.layer import Layer
-from meliad_like.models.model import builds
+from meliad_like.models.model import block_offset, builds
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
 
@@ -115,7 +115,8 @@ class Block(Layer):
 
     def step(self, x, at, carry: KeyValueCache):
         position = at.positions
-        w, offset, lanes = self.config.window_length, self.config.offset(position), jnp.arange(x.shape[0])
+        w = self.config.window_length
+        offset, lanes = block_offset(position, w, self.config.overlap), jnp.arange(x.shape[0])
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
         carry = KeyValueCache(
             carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
@@ -348,12 +349,13 @@ class PretrainedDecoder(BaseDecoder):
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.
         """
-        offset, lanes = self.config.offset(carry.position), jnp.arange(token.shape[0])
+        w, lanes = self.config.window_length, jnp.arange(token.shape[0])
+        offset = block_offset(carry.position, w, self.config.overlap)
         outputs, carry = super().read_token(token, carry)
         carry = carry._replace(tokens=carry.tokens.at[lanes, offset].set(token))
         if self.recurrence is not None:
             carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
-        return outputs, at_lanes(offset == self.config.window_length - 1, self._begin_window, carry)
+        return outputs, at_lanes(offset == w - 1, self._begin_window, carry)
 
     def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
         """The carry at the beginning of the next window."""
