@@ -60,6 +60,8 @@ class DecoderCarry(NamedTuple):
     """The number of tokens of the lane's document read so far, padding included; a multiple of w between segments."""
     layers: list[Any]
     """The carry of each layer."""
+    window: Any = None
+    """What a family carries in addition, from token to token or from block to block."""
 
 
 class BaseDecoder(nnx.Module):
@@ -109,7 +111,7 @@ class BaseDecoder(nnx.Module):
     def carry_axes(self, carry: Any) -> Any:
         """The logical axes of each array of a carry in either form, as of `Mixer.carry_axes`."""
         layers = [layer.carry_axes(one) for layer, one in zip(self.layers, carry.layers, strict=True)]
-        return carry._replace(position=("lanes",), layers=layers)
+        return jax.tree.map(lambda _: ("lanes",), carry)._replace(layers=layers)
 
     def begin_decoding(self, carry: Any) -> Any:
         """The carry in its form for `decode_step`: with the arrays that only decoding needs."""

@@ -24,7 +24,7 @@ MODELS = Registry("model")
 
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
-Module = TypeVar("Module", bound=type[nnx.Module])
+Builder = TypeVar("Builder", bound=Callable[..., nnx.Module])
 
 
 def _resumed(old: Any, new: Any) -> Any:
@@ -76,12 +76,12 @@ def block_offset(position: Any, window_length: int, overlap: int) -> Any:
 _MODULES: dict[type, Callable[..., nnx.Module]] = {}
 
 
-def builds(config_class: type) -> Callable[[Module], Module]:
-    """A decorator for the class of the module that a config builds, from the config and the vocabulary's size."""
+def builds(config_class: type) -> Callable[[Builder], Builder]:
+    """A decorator of the class or function that makes the module of a config and a size of the vocabulary."""
 
-    def add(module_class: Module) -> Module:
-        _MODULES[config_class] = module_class
-        return module_class
+    def add(builder: Builder) -> Builder:
+        _MODULES[config_class] = builder
+        return builder
 
     return add
 

@@ -5,7 +5,7 @@ token: nothing passes from one window to the next except, where there is a recur
 overlap: then the reader (`data/readers.py`) repeats in each window the last tokens of the one before.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
-from meliad_like.models.base_decoder import BaseDecoder, groups_of
+from meliad_like.models.base_decoder import BaseDecoder, DecoderCarry, groups_of
 from meliad_like.models.layer import Layer
 from meliad_like.models.model import block_offset, builds
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -95,6 +95,9 @@ class Block(Layer):
         shape = b, config.num_key_value_heads, config.window_length, config.head_size
         empty = jnp.zeros(shape, config.activation_dtype)
         return KeyValueCache(empty, empty)
+
+    def carry_axes(self, carry):
+        return jax.tree.map(lambda _: ("lanes",), carry)
 
     def __call__(self, x, at, carry, dropout_key=None):
         """Reads a segment, as any `Layer`. A carry in its form for decoding gets the keys and values of the last
@@ -173,24 +176,22 @@ class Block(Layer):
             return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
 
 
-class PretrainedCarry(NamedTuple):
-    """The carry of a pretrained decoder: everything that it remembers of the documents in its lanes."""
+class Window(NamedTuple):
+    """What a pretrained decoder carries in addition to the keys and values of its layers."""
 
-    position: Int[Array, " b"]
-    """The number of tokens of the lane's document read so far; those that a window repeats are not counted again."""
-    layers: list[KeyValueCache | None]
-    """The keys and values of the current window while decoding, otherwise None: layers see their own window alone."""
-    inserted: Float[Array, "b e d"] | None = None
-    """With a recurrence: the vectors for the next window; while decoding, for the current one."""
     tokens: Int[Array, "b w"] | None = None
     """While decoding: the tokens of the current window, of which the next one may repeat the last."""
+    inserted: Float[Array, "b e d"] | None = None
+    """With a recurrence: the vectors for the next window; while decoding, for the current one."""
     weighed: Float[Array, "b w d"] | None = None
     """While decoding with a recurrence: the weighted outputs of the layers, which are pooled at the window's end."""
 
 
-@builds(PretrainedConfig)
 class PretrainedDecoder(BaseDecoder):
-    """A pretrained language model with a window of `w` tokens, and perhaps a recurrence that reaches further."""
+    """A pretrained language model with a window of `w` tokens.
+
+    Its layers see their own window alone, so they carry something, keys and values, only while decoding.
+    """
 
     config: PretrainedConfig
 
@@ -208,8 +209,6 @@ class PretrainedDecoder(BaseDecoder):
         self.output_embedding = (
             None if tied else parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
         )
-        summary, epsilon = config.summary, config.norm_epsilon
-        self.recurrence = None if summary is None else Recurrence(summary, config.num_layers, d, epsilon, rngs=rngs)
 
     @property
     def layers(self):
@@ -234,26 +233,14 @@ class PretrainedDecoder(BaseDecoder):
         logits = product(rows(hidden).astype(jnp.float32), table.T, self.config.matmul_dtype)
         return logits.reshape(*hidden.shape[:-1], -1)
 
-    def init_carry(self, b):
-        summary, carry = self.config.summary, PretrainedCarry(*super().init_carry(b))
-        if summary is None:
-            return carry
-        return carry._replace(inserted=jnp.zeros((b, summary.num_inserted, self.config.model_width), jnp.float32))
-
-    def carry_axes(self, carry):
-        return jax.tree.map(lambda _: ("lanes",), carry)
-
-    def published(self, carry, start):
-        return {"inserted": carry.inserted}
-
     def begin_decoding(self, carry):
-        b, w, d = carry.position.shape[0], self.config.window_length, self.config.model_width
-        weighed = None if self.recurrence is None else jnp.zeros((b, w, d), self.dtype)
-        caches = [block.init_cache(b) for block in self.blocks]
-        return carry._replace(layers=caches, tokens=jnp.zeros((b, w), jnp.int32), weighed=weighed)
+        b = carry.position.shape[0]
+        tokens = jnp.zeros((b, self.config.window_length), jnp.int32)
+        window = (carry.window or Window())._replace(tokens=tokens)
+        return carry._replace(layers=[block.init_cache(b) for block in self.blocks], window=window)
 
     def end_decoding(self, carry):
-        return PretrainedCarry(carry.position, [None] * len(self.blocks), carry.inserted)
+        return carry._replace(layers=[None] * len(self.blocks), window=None)
 
     def read_window(
         self,
@@ -279,69 +266,19 @@ class PretrainedDecoder(BaseDecoder):
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
         return self._stack(x, caches, at, keys[:-2], groups)
 
-    def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
-        """Reads a segment, as `BaseDecoder.read_segment`; every window begins with the tokens that it repeats."""
-        if self.recurrence is None:
-            return super().read_segment(tokens, carry, start, dropout_key, every_layer=every_layer)
-        keep = slice(None if every_layer else -1, None)
-        outputs, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda outputs, _: outputs[keep])
-        return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
-
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
         """As `BaseDecoder.read_while_decoding`. Where windows overlap, tokens are read one by one."""
         if not self.config.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
-        def read(carry: PretrainedCarry, token):
+        def read(carry, token):
             token, begins = token
             outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
             return carry, outputs if every_layer else outputs[-1:]
 
         carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
         return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
-
-    def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
-        """Reads a segment: returns the loss of every target, and the carry, as `BaseDecoder.losses`.
-
-        With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the
-        vectors that pass between windows are kept (section 3.2): memory is that of one window.
-        """
-        if self.recurrence is None:
-            return super().losses(tokens, targets, carry, start, dropout_key, slice_length=slice_length)
-
-        def finish(outputs, targets):
-            return token_losses(self, self.final_norm(outputs[-1]), targets, slice_length)
-
-        losses, carry = self._scan(tokens, targets, carry, start, dropout_key, finish)
-        return jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses), carry
-
-    def _scan(self, tokens, targets, carry: PretrainedCarry, start: Bool[Array, "b c"], dropout_key, finish):
-        """`finish(outputs of the layers, targets)` of one window after the other."""
-        recurrence = self.recurrence
-        assert recurrence is not None
-        # Inside of the scan the ids are not known yet.
-        check_tokens(tokens, self.embedding.shape[0])
-        positions, position = self.block_positions(carry.position, start)
-
-        def read(inserted, window):
-            tokens, targets, position, index = window
-            outputs = self.read_window(tokens, position, inserted, fold_key(dropout_key, index))
-            return recurrence(self._weigh(outputs)), finish(outputs, targets)
-
-        windows = (rearrange(y, "b (c w) -> c b w", c=start.shape[1]) for y in (tokens, targets))
-        by_window = (*windows, positions.T, jnp.arange(start.shape[1]))
-        keep = jax.checkpoint_policies.save_only_these_names(*([LINEAR] if self.config.remat == "dots" else []))
-        read = jax.checkpoint(read, prevent_cse=False, policy=keep)
-        inserted, results = jax.lax.scan(read, carry.inserted, by_window)
-        return results, carry._replace(position=position, inserted=inserted)
-
-    def _weigh(self, outputs: list[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
-        """The weighted outputs of the layers, from the embedding and the outputs."""
-        assert self.recurrence is not None and self.config.summary is not None
-        _, *outputs, last = outputs
-        after_norm = self.config.summary.pooled_layers == "final_norm"
-        return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
 
     def read_token(self, token, carry):
         """Reads one token per lane, as `BaseDecoder.read_token`.
@@ -352,21 +289,100 @@ class PretrainedDecoder(BaseDecoder):
         w, lanes = self.config.window_length, jnp.arange(token.shape[0])
         offset = block_offset(carry.position, w, self.config.overlap)
         outputs, carry = super().read_token(token, carry)
-        carry = carry._replace(tokens=carry.tokens.at[lanes, offset].set(token))
-        if self.recurrence is not None:
-            carry = carry._replace(weighed=carry.weighed.at[lanes, offset].set(self._weigh(outputs)))
+        window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
+        carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
         return outputs, at_lanes(offset == w - 1, self._begin_window, carry)
 
-    def _begin_window(self, carry: PretrainedCarry) -> PretrainedCarry:
+    def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
-        w, o = self.config.window_length, self.config.overlap
-        if self.recurrence is not None:
-            carry = carry._replace(inserted=self.recurrence(carry.weighed))
+        w, o, window = self.config.window_length, self.config.overlap, carry.window
         if not o:
             return carry
-        assert carry.tokens is not None
         # Later tokens replace the padding, and no token sees what comes after it.
-        tokens = jnp.pad(carry.tokens[:, -o:], ((0, 0), (0, w - o)))
-        outputs, layers = self._read_window(tokens, carry.position, carry.inserted, carry.layers, None)
-        weighed = None if self.recurrence is None else self._weigh(outputs)
-        return carry._replace(tokens=tokens, layers=layers, weighed=weighed)
+        tokens = jnp.pad(window.tokens[:, -o:], ((0, 0), (0, w - o)))
+        outputs, layers = self._read_window(tokens, carry.position, window.inserted, carry.layers, None)
+        return carry._replace(layers=layers, window=self._with_outputs(window._replace(tokens=tokens), ..., outputs))
+
+    def _with_outputs(self, window: Window, places: Any, outputs: list[Array]) -> Window:
+        """What is carried, with the layers' outputs for the tokens at these places, lane and offset, of the window."""
+        del places, outputs
+        return window
+
+
+class RecurrentDecoder(PretrainedDecoder):
+    """A pretrained decoder with a recurrence: every window leaves vectors, to which the next window attends.
+
+    With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the vectors
+    that pass between windows are kept (section 3.2): memory is that of one window.
+    """
+
+    def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
+        super().__init__(config, vocabulary_size, rngs=rngs)
+        assert config.summary is not None
+        self.summary = config.summary
+        sizes = config.num_layers, config.model_width, config.norm_epsilon
+        self.recurrence = Recurrence(config.summary, *sizes, rngs=rngs)
+
+    def init_carry(self, b):
+        inserted = jnp.zeros((b, self.summary.num_inserted, self.config.model_width), jnp.float32)
+        return super().init_carry(b)._replace(window=Window(inserted=inserted))
+
+    def published(self, carry, start):
+        return {"inserted": carry.window.inserted}
+
+    def begin_decoding(self, carry):
+        carry, d = super().begin_decoding(carry), self.config.model_width
+        weighed = jnp.zeros((*carry.window.tokens.shape, d), self.dtype)
+        return carry._replace(window=carry.window._replace(weighed=weighed))
+
+    def end_decoding(self, carry):
+        return super().end_decoding(carry)._replace(window=Window(inserted=carry.window.inserted))
+
+    def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
+        keep = slice(None if every_layer else -1, None)
+        outputs, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda outputs, _: outputs[keep])
+        return [rearrange(y, "c b w d -> b (c w) d") for y in outputs], carry
+
+    def losses(self, tokens, targets, carry, start, dropout_key=None, *, slice_length):
+        def finish(outputs, targets):
+            return token_losses(self, self.final_norm(outputs[-1]), targets, slice_length)
+
+        losses, carry = self._scan(tokens, targets, carry, start, dropout_key, finish)
+        return jax.tree.map(lambda x: rearrange(x, "c b w -> b (c w)"), losses), carry
+
+    def _scan(self, tokens, targets, carry: DecoderCarry, start: Bool[Array, "b c"], dropout_key, finish):
+        """`finish(outputs of the layers, targets)` of one window after the other."""
+        # Inside of the scan the ids are not known yet.
+        check_tokens(tokens, self.embedding.shape[0])
+        positions, position = self.block_positions(carry.position, start)
+
+        def read(inserted, window):
+            tokens, targets, position, index = window
+            outputs = self.read_window(tokens, position, inserted, fold_key(dropout_key, index))
+            return self.recurrence(self._weigh(outputs)), finish(outputs, targets)
+
+        windows = (rearrange(y, "b (c w) -> c b w", c=start.shape[1]) for y in (tokens, targets))
+        by_window = (*windows, positions.T, jnp.arange(start.shape[1]))
+        keep = jax.checkpoint_policies.save_only_these_names(*([LINEAR] if self.config.remat == "dots" else []))
+        read = jax.checkpoint(read, prevent_cse=False, policy=keep)
+        inserted, results = jax.lax.scan(read, carry.window.inserted, by_window)
+        return results, carry._replace(position=position, window=Window(inserted=inserted))
+
+    def _weigh(self, outputs: list[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
+        """The weighted outputs of the layers, from the embedding and the outputs."""
+        _, *outputs, last = outputs
+        after_norm = self.summary.pooled_layers == "final_norm"
+        return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
+
+    def _with_outputs(self, window, places, outputs):
+        return window._replace(weighed=window.weighed.at[places].set(self._weigh(outputs)))
+
+    def _begin_window(self, carry):
+        window = carry.window._replace(inserted=self.recurrence(carry.window.weighed))
+        return super()._begin_window(carry._replace(window=window))
+
+
+@builds(PretrainedConfig)
+def build(config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs) -> PretrainedDecoder:
+    kind = PretrainedDecoder if config.summary is None else RecurrentDecoder
+    return kind(config, vocabulary_size, rngs=rngs)
