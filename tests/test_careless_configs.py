@@ -19,7 +19,7 @@ from meliad_like.data.documents import open_source
 from meliad_like.data.files_source import TextSource
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.models.model import MODELS
+from meliad_like.models.config import MODELS
 from meliad_like.run.setup import set_up
 
 PARTS = {name: type(part) for name, part in vars(config.RunConfig()).items() if name not in ("model", "trackers")}

@@ -9,7 +9,8 @@ from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.positions import Rotary
-from meliad_like.models.model import MODELS, Model, ModelConfig
+from meliad_like.models.config import MODELS, ModelConfig
+from meliad_like.models.model import Model
 
 
 @dataclass(frozen=True)

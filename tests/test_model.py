@@ -31,9 +31,8 @@ from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.positions import Infused, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.models.base_decoder import groups_of
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import Model
+from meliad_like.models.model import Model, groups_of
 
 SLIDE = DecoderConfig(
     num_layers=2,

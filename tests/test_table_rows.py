@@ -17,8 +17,9 @@ from meliad_like.experiments.tables.table import configure
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import MODELS, Model
+from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.registry import rule_of
 

@@ -14,8 +14,8 @@ from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.data.vocabulary import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
+from meliad_like.models.config import MODELS, ModelConfig
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import MODELS, ModelConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field, resumable, size

@@ -21,9 +21,10 @@ from meliad_like.conversion.parameters import Place, Places, fill_parameters, to
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Infused, NoPosition, Rotary
+from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig, StackConfig
 from meliad_like.models.melodi import MelodiConfig
-from meliad_like.models.model import MODELS, Model
+from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint
 from meliad_like.training.checkpoints import named_arrays

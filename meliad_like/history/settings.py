@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from meliad_like.errors import UserError
-from meliad_like.models.model import ActivationDtype
+from meliad_like.models.config import ActivationDtype
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adam
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds, check_shares

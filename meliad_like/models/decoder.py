@@ -23,9 +23,9 @@ from meliad_like.mixers.base import MIXERS, MixerConfig, Shape, layer_indices
 from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow
-from meliad_like.models.base_decoder import BaseDecoder
+from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.layer import DecoderLayer, Layer
-from meliad_like.models.model import MODELS, ModelConfig, ModelTraits, builds
+from meliad_like.models.model import BaseDecoder
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
 from meliad_like.registry import kind_field, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative

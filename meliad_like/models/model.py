@@ -1,174 +1,31 @@
-"""Configs of models, with a registry of their kinds, and a model without its parameters.
+"""A model without its parameters, and the base class of all decoders: how a segment passes through the layers, and how
+a token does while decoding.
 
-A kind of model (a *family*) is one frozen config in a file of its own, and the module that it builds, which follows the
-contract of docs/design.md. The trainer, the evaluator and the generator name no family.
+A family defines the embedding of its tokens, its layers, and the logits of hidden vectors. This module has what the
+families share: scans over blocks, rematerialisation, dropout keys, and the calls where blocks begin and end.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from einops import rearrange
 from flax import nnx
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.errors import UserError
-from meliad_like.layers.flops import Flops
-from meliad_like.registry import Registry, may_change, resumable, size
-from meliad_like.validation import check_choices, check_positive, check_shares
+from meliad_like.layers.basic import fold_key, rematerialise, rematerialise_iteration, split_key
+from meliad_like.layers.lanes import at_lanes
+from meliad_like.layers.losses import TokenLosses, token_losses
+from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
+from meliad_like.mixers.base import At, count_by_block
+from meliad_like.models.config import ModelConfig
 
-MODELS = Registry("model")
-
-ActivationDtype = Literal["float32", "bfloat16"]
-Remat = Literal["none", "dots", "layers"]
-Builder = TypeVar("Builder", bound=Callable[..., nnx.Module])
-
-
-def _resumed(old: Any, new: Any) -> Any:
-    """The old config with the values of the new one where fields may change (`may_change`), also within it."""
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return tuple(map(_resumed, old, new))
-    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
-        return old
-    values = {}
-    for field in dataclasses.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
-    return dataclasses.replace(old, **values)  # type: ignore[type-var]
-
-
-class ModelTraits(NamedTuple):
-    """What the rest of the package asks of a model, in addition to its sizes."""
-
-    num_visible: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]]
-    """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
-    sequential_because: str | None = "its windows are read one after the other"
-    """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None: it can."""
-    needs_segments: str | None = None
-    """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
-    fewest_layers: int = 1
-    """The smallest number of layers with which a smaller model still has all that its layers have."""
-    memory: str | None = None
-    """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
-    decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
-    states: tuple[str, ...] = ()
-    """The fields of such a memory that are states, which pass from block to block."""
-    overlap: int = 0
-    """The number of tokens of the window before that a window repeats."""
-    rate_factor: Callable[[str], float] = lambda name: 1.0
-    """The factor on the learning rate of the parameters under a first name; 0: they are not trained."""
-    flops_by_the_paper: float | None = None
-    """The operations of a predicted token as the family's paper counts them; None: it doesn't."""
-
-
-def block_offset(position: Any, window_length: int, overlap: int) -> Any:
-    """The offset in its block of the token at each position of a document: an array like `position`."""
-    if not overlap:
-        return position % window_length
-    # Only the first window has new tokens before the overlap.
-    later = overlap + (position - overlap) % (window_length - overlap)
-    return later + (position < overlap) * (position - later)
-
-
-_MODULES: dict[type, Callable[..., nnx.Module]] = {}
-
-
-def builds(config_class: type) -> Callable[[Builder], Builder]:
-    """A decorator of the class or function that makes the module of a config and a size of the vocabulary."""
-
-    def add(builder: Builder) -> Builder:
-        _MODULES[config_class] = builder
-        return builder
-
-    return add
-
-
-def _dropout_rates(config: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(config) if field.name.endswith("dropout_rate")]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
-
-    num_layers: int = size(12, "layers")
-    """The number of layers."""
-    model_width: int = size(1024, "width")
-    """The width of the hidden vectors (d)."""
-    num_heads: int = size(8, "heads")
-    """The number of attention heads (h)."""
-    head_size: int = size(128, "heads")
-    """The size of the keys, queries and values of a head (k)."""
-    feedforward_width: int = size(4096, "width")
-    """The width of the hidden layer of the feed-forward networks (f)."""
-    window_length: int = size(512, "length")
-    """The number of tokens in a block (w): documents and segments begin on block boundaries."""
-    dropout_rate: float = 0.0
-    """The dropout rate of the layers."""
-    activation_dtype: ActivationDtype = "float32"
-    """The dtype of activations; parameters, softmax and losses are float32."""
-    remat: Remat = resumable("none")
-    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
-
-    def __post_init__(self):
-        check_choices(self)
-        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
-        check_positive(self, sizes)
-        check_shares(self, _dropout_rates(self))
-
-    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
-        """The module, with fresh parameters."""
-        return _MODULES[type(self)](self, vocabulary_size, rngs=rngs)
-
-    def on_this_platform(self) -> "ModelConfig":
-        """The same model as it is computed on the devices of this program: with the kernels that work there.
-
-        A program calls it once, before it compiles; configs that are saved stay as they are.
-        """
-        return self
-
-    def flops(self, vocabulary_size: int) -> Flops:
-        """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
-        raise NotImplementedError
-
-    def extends(self, other: "ModelConfig") -> bool:
-        """Whether training may start from the parameters of a model with the other config."""
-        if type(self) is not type(other):
-            return False
-        same = {name: getattr(self, name) for name in ("activation_dtype", *_dropout_rates(self))}
-        return dataclasses.replace(_resumed(other, self), **same) == self
-
-    @property
-    def total_layers(self) -> int:
-        """The number of layers, with those that a config adds to `num_layers`."""
-        return self.num_layers
-
-    @property
-    def traits(self) -> ModelTraits:
-        """What the rest of the package asks of the model."""
-        raise NotImplementedError
-
-    def check_sequence(self, segment_length: int, parts: int) -> None:
-        """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
-        if parts == 1:
-            return
-        if (reason := self.traits.sequential_because) is not None:
-            name = MODELS.name_of(self)
-            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {reason}")
-        if segment_length % (parts * self.window_length):
-            raise UserError(
-                f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
-                f"not a multiple of {parts} x window_length={self.window_length}"
-            )
-
-    def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
-        """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder
-        reads each sequence as one window. Other models keep their windows."""
-        del num_tokens
-        return self
+# Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
+SOFTMAX = 2**32 - 1
 
 
 @dataclasses.dataclass
@@ -286,3 +143,287 @@ class Model:
         params = params | jax.lax.stop_gradient(fixed)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graphdef, state)
+
+
+def block_offset(position: Any, window_length: int, overlap: int) -> Any:
+    """The offset in its block of the token at each position of a document: an array like `position`."""
+    if not overlap:
+        return position % window_length
+    # Only the first window has new tokens before the overlap.
+    later = overlap + (position - overlap) % (window_length - overlap)
+    return later + (position < overlap) * (position - later)
+
+
+class Group(NamedTuple):
+    """Consecutive layers that are applied by one piece of the program."""
+
+    layers: Any
+    """A layer, or if there are several, a layer whose parameters are stacked along a new first axis."""
+    size: int
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """One tree of the same form, each array with the arrays of `trees` along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def groups_of(layers: Iterable[Any], scan_layers: bool) -> list[Group]:
+    """The layers in order; with `scan_layers`, consecutive ones of the same form are one group. Two layers have the
+    same form if their trees have the same settings, names, shapes and dtypes."""
+    if not scan_layers:
+        return [Group(layer, 1) for layer in layers]
+
+    def form(layer):
+        leaves, tree = jax.tree.flatten(layer)
+        return tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    alike = [list(same) for _, same in itertools.groupby(layers, form)]
+    return [Group(same[0] if len(same) == 1 else stacked(same), len(same)) for same in alike]
+
+
+class DecoderCarry(NamedTuple):
+    """The carry of a decoder: everything that it remembers of the documents in its lanes."""
+
+    position: Int[Array, " b"]
+    """The number of tokens of the lane's document read so far, padding included; a multiple of w between segments."""
+    layers: list[Any]
+    """The carry of each layer."""
+    window: Any = None
+    """What a family carries in addition, from token to token or from block to block."""
+
+
+class BaseDecoder(nnx.Module):
+    """A carry-passing language model of blocks of `w` tokens, without its parameters.
+
+    A family sets `config` and `layers`, and implements `embed`, `finish` and `logits`.
+    """
+
+    config: ModelConfig
+    layers: Any
+    num_block_by_block = 0
+    """The number of layers, from the first one on, that all read a block before the next block. The layers above them
+    read the whole segment at once."""
+    scan_layers = False
+    """Whether consecutive layers of the same form are one `jax.lax.scan`."""
+    target_scores: Callable[..., TokenLosses] | None = None
+    """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
+
+    def embed(
+        self, tokens: Int[Array, "*batch"], position: Int[Array, "*#batch"], dropout_key: PRNGKeyArray | None
+    ) -> Float[Array, "*batch d"]:
+        """The embedding vectors of tokens at these positions in their blocks."""
+        raise NotImplementedError
+
+    def finish(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
+        """The hidden vectors for `logits`, from the output of the last layer."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch v"]:
+        """The logits of the next token, float32."""
+        raise NotImplementedError
+
+    def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
+        """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
+        `start` are the lanes in which a document begins with the block."""
+        del carry, start
+        return {}
+
+    @property
+    def dtype(self):
+        return jnp.dtype(self.config.activation_dtype)
+
+    def init_carry(self, b: int) -> Any:
+        """The carry of `b` lanes before their first token."""
+        return DecoderCarry(jnp.zeros((b,), jnp.int32), [layer.init_carry(b, self.dtype) for layer in self.layers])
+
+    def carry_axes(self, carry: Any) -> Any:
+        """The logical axes of each array of a carry in either form, as of `Mixer.carry_axes`."""
+        layers = [layer.carry_axes(one) for layer, one in zip(self.layers, carry.layers, strict=True)]
+        return jax.tree.map(lambda _: ("lanes",), carry)._replace(layers=layers)
+
+    def begin_decoding(self, carry: Any) -> Any:
+        """The carry in its form for `decode_step`: with the arrays that only decoding needs."""
+        both = zip(self.layers, carry.layers, strict=True)
+        return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
+
+    def end_decoding(self, carry: Any) -> Any:
+        """The carry in its form for segments, from that for decoding; all lanes are at the beginning of a block."""
+        both = zip(self.layers, carry.layers, strict=True)
+        return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
+
+    def __call__(
+        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], dropout_key: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "b n d"], Any]:
+        """Reads a segment.
+
+        Args:
+            tokens: a whole number of blocks; inside of `over_sequence`, the blocks of this device.
+            carry: the carry after the segment before, or `init_carry`; it is at the beginning of a block.
+            start: blocks of the whole segment with which a new document begins; nothing before them is remembered.
+            dropout_key: random key in training; None: no dropout.
+
+        Returns:
+            Hidden vectors for `logits`, and the carry for the next segment.
+        """
+        outputs, carry = self.read_segment(tokens, carry, start, dropout_key)
+        return self.finish(outputs[-1], self._keys(dropout_key)[-1]), carry
+
+    def read_segment(
+        self,
+        tokens: Int[Array, "b n"],
+        carry: Any,
+        start: Bool[Array, "b c"],
+        dropout_key: PRNGKeyArray | None = None,
+        *,
+        every_layer: bool = False,
+    ) -> tuple[list[Float[Array, "b s d"]], Any]:
+        """Reads a segment, as `__call__`: returns the output of the last layer, and the carry. With `every_layer`, the
+        list holds the embedding and the output of every layer. There are `s` vectors: those of the `n` tokens, and of
+        what a family adds to each block (`embed`)."""
+        n, w = num_parts() * tokens.shape[1], self.config.window_length
+        if n % w or start.shape[1] != n // w:
+            raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
+        keys = self._keys(dropout_key)
+        x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
+        x = constrain(x, "lanes", None, None)
+        positions, position = self.block_positions(carry.position, start)
+        # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
+        layers = jax.lax.stop_gradient(carry.layers)
+        layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
+        k, outputs, below, published = self.num_block_by_block, [x], [], {}
+        if k:
+            outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
+        groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
+        (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
+        outputs, layers = [*outputs, *above], from_rightmost([*below, *layers])
+        return outputs if every_layer else outputs[-1:], carry._replace(position=position, layers=layers)
+
+    def losses(
+        self,
+        tokens: Int[Array, "b n"],
+        targets: Int[Array, "b n"],
+        carry: Any,
+        start: Bool[Array, "b c"],
+        dropout_key: PRNGKeyArray | None = None,
+        *,
+        slice_length: int,
+    ) -> tuple[TokenLosses, Any]:
+        """Reads a segment, as `__call__`: returns the loss of every target, and the carry for the next segment.
+        `slice_length` is the number of tokens of a lane whose logits exist at the same time (`layers/losses.py`)."""
+
+        def read(by_token, replicated):
+            (tokens, targets), (module, carry, start, dropout_key) = by_token, replicated
+            hidden, carry = module(tokens, carry, start, dropout_key)
+            return token_losses(module, hidden, targets, slice_length, fold_key(dropout_key, SOFTMAX)), carry
+
+        return over_sequence(read)((tokens, targets), (self, carry, start, dropout_key))
+
+    def _keys(self, dropout_key: PRNGKeyArray | None) -> list[PRNGKeyArray | None]:
+        """A dropout key for each layer, one for `embed` and one for `finish`."""
+        return split_key(dropout_key, len(self.layers) + 2)
+
+    def block_positions(
+        self, position: Int[Array, " b"], start: Bool[Array, "b c"]
+    ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
+        """The position of each block's first new token in its document, and the position after the segment. `position`
+        is that of the segment's first token, if the lane's document continues."""
+        overlap = self.config.traits.overlap
+        # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
+        read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
+        return read + overlap * (read > 0), after + overlap
+
+    def _stack(
+        self, x: Array, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
+    ) -> tuple[list[Array], list[Any]]:
+        """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
+
+        A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
+        carries are stacked only inside of the program; outside each layer has its own arrays.
+        """
+
+        def apply(x, inputs, *, inside_scan=False):
+            layer, one, key = inputs
+            call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
+            with jax.named_scope("attention"):
+                x, one = call(layer, x, at, one, key)
+            x = constrain(x, "lanes", None, None)
+            return x, (x, one)
+
+        outputs, new_layers, carries_and_keys = [x], [], zip(layers, keys, strict=True)
+        for group in groups:
+            of_group = list(itertools.islice(carries_and_keys, group.size))
+            if group.size == 1:
+                x, result = apply(x, (group.layers, *of_group[0]))
+                results = [result]
+            else:
+                one_layer = rematerialise_iteration(functools.partial(apply, inside_scan=True), self.config.remat)
+                x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(of_group)))
+                results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
+            outputs += [*(output for output, _ in results[:-1]), x]
+            new_layers += [one for _, one in results]
+        return outputs, new_layers
+
+    def _scan_blocks(
+        self, x: Array, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
+    ) -> tuple[list[Array], list[Any], dict[str, Any]]:
+        """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
+        outputs as `_stack` (or only the last), the carries, and what the layers publish before each block."""
+        # Here parameters are stacked once, not in every iteration.
+        groups = groups_of(self.layers[: len(layers)], self.scan_layers)
+
+        def step(layers, block):
+            x, position, number = block
+            folded = [fold_key(key, number) for key in keys]
+            published = jax.tree.map(
+                lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0)
+            )
+            outputs, layers = self._stack(x, layers, At(position[:, None], published), folded, groups)
+            return layers, (outputs if every_layer else outputs[-1:], published)
+
+        c = positions.shape[1]
+        if c == 1:
+            layers, (outputs, published) = step(layers, (x, positions[:, 0], 0))
+            return outputs, layers, published
+        blocks = rearrange(x, "b (c w) d -> c b w d", c=c), positions.T, jnp.arange(c)
+        layers, results = jax.lax.scan(rematerialise_iteration(step, self.config.remat), layers, blocks)
+        outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
+        return outputs, layers, published
+
+    def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
+        """Reads one more token per lane at a cost that does not depend on the number of tokens read before. Lanes may
+        be at different positions. Returns the logits of the next token."""
+        (*_, x), carry = self.read_token(token, carry)
+        return self.logits(self.finish(x, None)), carry
+
+    def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
+        """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
+        w, position = self.config.window_length, carry.position
+        offset = block_offset(position, w, self.config.traits.overlap)
+        at = At(position, self.published(carry, jnp.zeros_like(position, bool)))
+        outputs, layers = [self.embed(token, offset, None)], []
+        for layer, one in zip(self.layers, carry.layers, strict=True):
+            with jax.named_scope("attention"):
+                x, one = layer.step(outputs[-1], at, one)
+            outputs.append(x)
+            layers.append(one)
+        layers = self._end_block(offset == w - 1, layers)
+        return outputs, carry._replace(position=position + 1, layers=layers)
+
+    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any]) -> list[Any]:
+        """The carries of the layers after the last token of a block, in the flagged lanes."""
+        acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
+        if not acting:
+            return carries
+        acted = at_lanes(flags, self.end_block, acting)
+        return [acted.get(i, one) for i, one in enumerate(carries)]
+
+    def end_block(self, carries: dict[int, Any]) -> dict[int, Any]:
+        """The carries, by number of the layer, after a block whose last token has been decoded, in all lanes."""
+        return {i: self.layers[i].end_block(one) for i, one in carries.items()}
+
+    def read_while_decoding(
+        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
+    ) -> tuple[list[Float[Array, "b n d"]], Any]:
+        """Reads a segment as `read_segment`, with the carry's form for decoding, at the beginning of a block."""
+        outputs, carry = self.read_segment(tokens, self.end_decoding(carry), start, every_layer=every_layer)
+        return outputs, self.begin_decoding(carry)

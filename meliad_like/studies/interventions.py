@@ -25,8 +25,9 @@ from meliad_like.data.split import Documents
 from meliad_like.evaluation.perplexity import Evaluator, Losses, ReadingMode
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
+from meliad_like.models.config import ModelConfig
 from meliad_like.models.layer import is_window
-from meliad_like.models.model import Model, ModelConfig
+from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 
 WINDOW = "window"

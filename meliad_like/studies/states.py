@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.recurrent_states import StateRecurrence, StatesCarry
+from meliad_like.models.config import ModelConfig
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.model import Model, ModelConfig
+from meliad_like.models.model import Model
 
 
 class Watched(NamedTuple):

@@ -8,8 +8,8 @@ from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import Shape, layer_indices
 from meliad_like.mixers.positions import POSITIONS
+from meliad_like.models.config import MODELS, ModelTraits
 from meliad_like.models.decoder import StackConfig
-from meliad_like.models.model import MODELS, ModelTraits
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 

@@ -30,10 +30,10 @@ from meliad_like.layers.basic import (
     tiled_dropout,
 )
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
+from meliad_like.models.config import builds
 from meliad_like.models.decoder import Stack
 from meliad_like.models.layer import Layer, ResidualFeedForward
 from meliad_like.models.melodi.config import MelodiConfig
-from meliad_like.models.model import builds
 
 small = jax.nn.initializers.truncated_normal(0.25)
 

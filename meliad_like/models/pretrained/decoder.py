@@ -37,9 +37,9 @@ from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
-from meliad_like.models.base_decoder import BaseDecoder, DecoderCarry, groups_of
+from meliad_like.models.config import builds
 from meliad_like.models.layer import Layer
-from meliad_like.models.model import block_offset, builds
+from meliad_like.models.model import BaseDecoder, DecoderCarry, block_offset, groups_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
 

@@ -1,0 +1,159 @@
+"""Configs of models, with a registry of their kinds.
+
+A kind of model (a *family*) is one frozen config in a file of its own, and the module that it builds, which follows the
+contract of docs/design.md. The trainer, the evaluator and the generator name no family.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from meliad_like.errors import UserError
+from meliad_like.layers.flops import Flops
+from meliad_like.registry import Registry, may_change, resumable, size
+from meliad_like.validation import check_choices, check_positive, check_shares
+
+MODELS = Registry("model")
+
+ActivationDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "layers"]
+Builder = TypeVar("Builder", bound=Callable[..., nnx.Module])
+
+
+def _resumed(old: Any, new: Any) -> Any:
+    """The old config with the values of the new one where fields may change (`may_change`), also within it."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return tuple(map(_resumed, old, new))
+    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
+        return old
+    values = {}
+    for field in dataclasses.fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
+    return dataclasses.replace(old, **values)  # type: ignore[type-var]
+
+
+class ModelTraits(NamedTuple):
+    """What the rest of the package asks of a model, in addition to its sizes."""
+
+    num_visible: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]]
+    """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
+    sequential_because: str | None = "its windows are read one after the other"
+    """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None: it can."""
+    needs_segments: str | None = None
+    """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
+    fewest_layers: int = 1
+    """The smallest number of layers with which a smaller model still has all that its layers have."""
+    memory: str | None = None
+    """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
+    decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
+    states: tuple[str, ...] = ()
+    """The fields of such a memory that are states, which pass from block to block."""
+    overlap: int = 0
+    """The number of tokens of the window before that a window repeats."""
+    rate_factor: Callable[[str], float] = lambda name: 1.0
+    """The factor on the learning rate of the parameters under a first name; 0: they are not trained."""
+    flops_by_the_paper: float | None = None
+    """The operations of a predicted token as the family's paper counts them; None: it doesn't."""
+
+
+_MODULES: dict[type, Callable[..., nnx.Module]] = {}
+
+
+def builds(config_class: type) -> Callable[[Builder], Builder]:
+    """A decorator of the class or function that makes the module of a config and a size of the vocabulary."""
+
+    def add(builder: Builder) -> Builder:
+        _MODULES[config_class] = builder
+        return builder
+
+    return add
+
+
+def _dropout_rates(config: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if field.name.endswith("dropout_rate")]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
+
+    num_layers: int = size(12, "layers")
+    """The number of layers."""
+    model_width: int = size(1024, "width")
+    """The width of the hidden vectors (d)."""
+    num_heads: int = size(8, "heads")
+    """The number of attention heads (h)."""
+    head_size: int = size(128, "heads")
+    """The size of the keys, queries and values of a head (k)."""
+    feedforward_width: int = size(4096, "width")
+    """The width of the hidden layer of the feed-forward networks (f)."""
+    window_length: int = size(512, "length")
+    """The number of tokens in a block (w): documents and segments begin on block boundaries."""
+    dropout_rate: float = 0.0
+    """The dropout rate of the layers."""
+    activation_dtype: ActivationDtype = "float32"
+    """The dtype of activations; parameters, softmax and losses are float32."""
+    remat: Remat = resumable("none")
+    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
+
+    def __post_init__(self):
+        check_choices(self)
+        sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
+        check_positive(self, sizes)
+        check_shares(self, _dropout_rates(self))
+
+    def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with fresh parameters."""
+        return _MODULES[type(self)](self, vocabulary_size, rngs=rngs)
+
+    def on_this_platform(self) -> "ModelConfig":
+        """The same model as it is computed on the devices of this program: with the kernels that work there.
+
+        A program calls it once, before it compiles; configs that are saved stay as they are.
+        """
+        return self
+
+    def flops(self, vocabulary_size: int) -> Flops:
+        """The operations of one token in all layers, and of its logits (`layers/flops.py`)."""
+        raise NotImplementedError
+
+    def extends(self, other: "ModelConfig") -> bool:
+        """Whether training may start from the parameters of a model with the other config."""
+        if type(self) is not type(other):
+            return False
+        same = {name: getattr(self, name) for name in ("activation_dtype", *_dropout_rates(self))}
+        return dataclasses.replace(_resumed(other, self), **same) == self
+
+    @property
+    def total_layers(self) -> int:
+        """The number of layers, with those that a config adds to `num_layers`."""
+        return self.num_layers
+
+    @property
+    def traits(self) -> ModelTraits:
+        """What the rest of the package asks of the model."""
+        raise NotImplementedError
+
+    def check_sequence(self, segment_length: int, parts: int) -> None:
+        """Raises a UserError if such segments can't be sharded over `parts` devices (`MeshConfig.sequence`)."""
+        if parts == 1:
+            return
+        if (reason := self.traits.sequential_because) is not None:
+            name = MODELS.name_of(self)
+            raise UserError(f"MeshConfig.sequence={parts} must be 1 for this {name} model: {reason}")
+        if segment_length % (parts * self.window_length):
+            raise UserError(
+                f"MeshConfig.sequence={parts} must divide the blocks of a segment: segment_length={segment_length} is "
+                f"not a multiple of {parts} x window_length={self.window_length}"
+            )
+
+    def for_separate_sequences(self, num_tokens: int) -> "ModelConfig":
+        """The config of the same model for reading independent sequences of this number of tokens. A pretrained decoder
+        reads each sequence as one window. Other models keep their windows."""
+        del num_tokens
+        return self
