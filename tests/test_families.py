@@ -60,7 +60,7 @@ def test_melodi_reads_what_it_shares_with_the_decoder_from_the_same_bindings():
     assert (melodi.num_layers, melodi.window_length, melodi.dropout_rate) == (3, 16, 0.05)
     assert config.parse(["melodi/base.gin", "option/rotary.gin"]).model.position == Rotary()
     # The nearest class counts, whatever the order of files.
-    assert config.parse(["melodi/base.gin", "size/laptop.gin"], ["MelodiConfig.num_heads = 3"]).model.num_heads == 3
+    assert config.parse(["melodi/base.gin", "size/large_600m.gin"], ["MelodiConfig.num_heads = 3"]).model.num_heads == 3
     nothing_reads = "nothing reads DecoderConfig.attention_kernel: RunConfig.model is 'melodi' (melodi/base.gin:3)"
     assert nothing_reads in message(["melodi/base.gin"], ["DecoderConfig.attention_kernel = 'none'"])
     assert "DecoderConfig has no parameter num_layrs" in message(["melodi/base.gin"], ["DecoderConfig.num_layrs = 3"])

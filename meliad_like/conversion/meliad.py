@@ -187,9 +187,7 @@ def _checked(run: RunConfig, origin: str) -> StackConfig:
     """The model's config, if the reference has such models."""
     model = run.model
     if not isinstance(model, StackConfig):
-        raise UserError(
-            f"{origin}: the reference has decoders and MELODI alone, and this model is a {MODELS.name_of(model)}"
-        )
+        raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(model)}")
     position, dense = model.position, _dense_layers(model)
     for is_wrong, message in (
         (isinstance(position, Infused), "the reference has no infused positions, and this model has"),
