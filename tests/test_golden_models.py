@@ -12,8 +12,8 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, unit
 from meliad_like.layers.basic import RMSNorm
-from meliad_like.layers.positions import T5Bias, t5_bucket
 from meliad_like.mixers.base import At
+from meliad_like.mixers.positions import T5Bias, t5_bucket
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.decoder import DecoderConfig

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 from ways import V, W, check_token_by_token
 
-from meliad_like.layers.positions import OrthogonalBias
-from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal, Rotary
+from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal, OrthogonalBias, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
