@@ -22,7 +22,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import At, count_by_block
-from meliad_like.models.config import ModelConfig
+from meliad_like.models.config import ModelConfig, Remat
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -192,6 +192,48 @@ class DecoderCarry(NamedTuple):
     """What a family carries in addition, from token to token or from block to block."""
 
 
+def block_positions(
+    position: Int[Array, " b"], start: Bool[Array, "b c"], window_length: int, overlap: int
+) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
+    """The position of each block's first new token in its document, and the position after the segment. `position` is
+    that of the segment's first token, if the lane's document continues."""
+    # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
+    read, after = count_by_block(position - overlap * (position > 0), start, window_length - overlap)
+    return read + overlap * (read > 0), after + overlap
+
+
+def apply_layers(
+    x: Array, groups: list[Group], carries: list[Any], at: At, keys: list[PRNGKeyArray | None], remat: Remat
+) -> tuple[list[Array], list[Any]]:
+    """Applies layers one after the other to the whole segment: returns `x` and each layer's output, and the carries.
+
+    A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
+    carries are stacked only inside of the program; outside each layer has its own arrays.
+    """
+
+    def apply(x, inputs, *, inside_scan=False):
+        layer, one, key = inputs
+        call = rematerialise(type(layer).__call__, remat, inside_scan=inside_scan)
+        with jax.named_scope("attention"):
+            x, one = call(layer, x, at, one, key)
+        x = constrain(x, "lanes", None, None)
+        return x, (x, one)
+
+    outputs, new_carries, carries_and_keys = [x], [], zip(carries, keys, strict=True)
+    for group in groups:
+        of_group = list(itertools.islice(carries_and_keys, group.size))
+        if group.size == 1:
+            x, result = apply(x, (group.layers, *of_group[0]))
+            results = [result]
+        else:
+            one_layer = rematerialise_iteration(functools.partial(apply, inside_scan=True), remat)
+            x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(of_group)))
+            results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
+        outputs += [*(output for output, _ in results[:-1]), x]
+        new_carries += [one for _, one in results]
+    return outputs, new_carries
+
+
 class BaseDecoder(nnx.Module):
     """A carry-passing language model of blocks of `w` tokens, without its parameters.
 
@@ -205,6 +247,8 @@ class BaseDecoder(nnx.Module):
     read the whole segment at once."""
     scan_layers = False
     """Whether consecutive layers of the same form are one `jax.lax.scan`."""
+    overlap = 0
+    """The number of tokens of the block before that a block repeats."""
     target_scores: Callable[..., TokenLosses] | None = None
     """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
 
@@ -266,7 +310,7 @@ class BaseDecoder(nnx.Module):
             Hidden vectors for `logits`, and the carry for the next segment.
         """
         outputs, carry = self.read_segment(tokens, carry, start, dropout_key)
-        return self.finish(outputs[-1], self._keys(dropout_key)[-1]), carry
+        return self.finish(outputs[-1], split_key(dropout_key, len(self.layers) + 2)[-1]), carry
 
     def read_segment(
         self,
@@ -283,10 +327,11 @@ class BaseDecoder(nnx.Module):
         n, w = num_parts() * tokens.shape[1], self.config.window_length
         if n % w or start.shape[1] != n // w:
             raise ValueError(f"{n} tokens with {start.shape[1]} start flags are not whole blocks of window_length={w}")
-        keys = self._keys(dropout_key)
+        # A dropout key for each layer, one for `embed` and one for `finish`.
+        keys = split_key(dropout_key, len(self.layers) + 2)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
-        positions, position = self.block_positions(carry.position, start)
+        positions, position = block_positions(carry.position, start, w, self.overlap)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
@@ -294,7 +339,7 @@ class BaseDecoder(nnx.Module):
         if k:
             outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
         groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
-        (_, *above), layers = self._stack(outputs[-1], layers[k:], at, keys[k:-2], groups)
+        (_, *above), layers = apply_layers(outputs[-1], groups, layers[k:], at, keys[k:-2], self.config.remat)
         outputs, layers = [*outputs, *above], from_rightmost([*below, *layers])
         return outputs if every_layer else outputs[-1:], carry._replace(position=position, layers=layers)
 
@@ -318,56 +363,11 @@ class BaseDecoder(nnx.Module):
 
         return over_sequence(read)((tokens, targets), (self, carry, start, dropout_key))
 
-    def _keys(self, dropout_key: PRNGKeyArray | None) -> list[PRNGKeyArray | None]:
-        """A dropout key for each layer, one for `embed` and one for `finish`."""
-        return split_key(dropout_key, len(self.layers) + 2)
-
-    def block_positions(
-        self, position: Int[Array, " b"], start: Bool[Array, "b c"]
-    ) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
-        """The position of each block's first new token in its document, and the position after the segment. `position`
-        is that of the segment's first token, if the lane's document continues."""
-        overlap = self.config.traits.overlap
-        # XLA computes positions again in every layer's program. Products with an overlap of 0 cost nothing there.
-        read, after = count_by_block(position - overlap * (position > 0), start, self.config.window_length - overlap)
-        return read + overlap * (read > 0), after + overlap
-
-    def _stack(
-        self, x: Array, layers: list[Any], at: At, keys: list[PRNGKeyArray | None], groups: list[Group]
-    ) -> tuple[list[Array], list[Any]]:
-        """Applies the layers one after the other to the whole segment: returns `x` and each layer's output.
-
-        A group of several layers is a `jax.lax.scan`, which the compiler compiles once for all of them. Parameters and
-        carries are stacked only inside of the program; outside each layer has its own arrays.
-        """
-
-        def apply(x, inputs, *, inside_scan=False):
-            layer, one, key = inputs
-            call = rematerialise(type(layer).__call__, self.config.remat, inside_scan=inside_scan)
-            with jax.named_scope("attention"):
-                x, one = call(layer, x, at, one, key)
-            x = constrain(x, "lanes", None, None)
-            return x, (x, one)
-
-        outputs, new_layers, carries_and_keys = [x], [], zip(layers, keys, strict=True)
-        for group in groups:
-            of_group = list(itertools.islice(carries_and_keys, group.size))
-            if group.size == 1:
-                x, result = apply(x, (group.layers, *of_group[0]))
-                results = [result]
-            else:
-                one_layer = rematerialise_iteration(functools.partial(apply, inside_scan=True), self.config.remat)
-                x, results = jax.lax.scan(one_layer, x, (group.layers, *stacked(of_group)))
-                results = [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(group.size)]
-            outputs += [*(output for output, _ in results[:-1]), x]
-            new_layers += [one for _, one in results]
-        return outputs, new_layers
-
     def _scan_blocks(
         self, x: Array, layers: list[Any], positions: Int[Array, "b c"], keys, every_layer: bool
     ) -> tuple[list[Array], list[Any], dict[str, Any]]:
         """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
-        outputs as `_stack` (or only the last), the carries, and what the layers publish before each block."""
+        outputs as `apply_layers` (or only the last), the carries, and what the layers publish before each block."""
         # Here parameters are stacked once, not in every iteration.
         groups = groups_of(self.layers[: len(layers)], self.scan_layers)
 
@@ -377,7 +377,8 @@ class BaseDecoder(nnx.Module):
             published = jax.tree.map(
                 lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0)
             )
-            outputs, layers = self._stack(x, layers, At(position[:, None], published), folded, groups)
+            at = At(position[:, None], published)
+            outputs, layers = apply_layers(x, groups, layers, at, folded, self.config.remat)
             return layers, (outputs if every_layer else outputs[-1:], published)
 
         c = positions.shape[1]
@@ -398,7 +399,7 @@ class BaseDecoder(nnx.Module):
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         w, position = self.config.window_length, carry.position
-        offset = block_offset(position, w, self.config.traits.overlap)
+        offset = block_offset(position, w, self.overlap)
         at = At(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
@@ -406,16 +407,11 @@ class BaseDecoder(nnx.Module):
                 x, one = layer.step(outputs[-1], at, one)
             outputs.append(x)
             layers.append(one)
-        layers = self._end_block(offset == w - 1, layers)
+        acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
+        if acting:
+            acted = at_lanes(offset == w - 1, self.end_block, acting)
+            layers = [acted.get(i, one) for i, one in enumerate(layers)]
         return outputs, carry._replace(position=position + 1, layers=layers)
-
-    def _end_block(self, flags: Bool[Array, " b"], carries: list[Any]) -> list[Any]:
-        """The carries of the layers after the last token of a block, in the flagged lanes."""
-        acting = {i: one for i, one in enumerate(carries) if self.layers[i].acts_at_blocks}
-        if not acting:
-            return carries
-        acted = at_lanes(flags, self.end_block, acting)
-        return [acted.get(i, one) for i, one in enumerate(carries)]
 
     def end_block(self, carries: dict[int, Any]) -> dict[int, Any]:
         """The carries, by number of the layer, after a block whose last token has been decoded, in all lanes."""

@@ -39,7 +39,7 @@ from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.config import builds
 from meliad_like.models.layer import Layer
-from meliad_like.models.model import BaseDecoder, DecoderCarry, block_offset, groups_of
+from meliad_like.models.model import BaseDecoder, DecoderCarry, apply_layers, block_offset, block_positions, groups_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
 
@@ -196,7 +196,7 @@ class PretrainedDecoder(BaseDecoder):
     config: PretrainedConfig
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.overlap = config, config.overlap
         d, shape = config.model_width, (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
         learned = config.architecture == "gpt2"
@@ -261,14 +261,14 @@ class PretrainedDecoder(BaseDecoder):
 
     def _read_window(self, tokens, position, inserted, caches, dropout_key):
         """As `read_window`, with the caches that the window fills while decoding."""
-        keys = self._keys(dropout_key)
+        keys = split_key(dropout_key, len(self.blocks) + 2)
         x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        return self._stack(x, caches, at, keys[:-2], groups)
+        return apply_layers(x, groups, caches, at, keys[:-2], self.config.remat)
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
         """As `BaseDecoder.read_while_decoding`. Where windows overlap, tokens are read one by one."""
-        if not self.config.overlap:
+        if not self.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
@@ -287,7 +287,7 @@ class PretrainedDecoder(BaseDecoder):
         any length are written by the windows in which they are evaluated.
         """
         w, lanes = self.config.window_length, jnp.arange(token.shape[0])
-        offset = block_offset(carry.position, w, self.config.overlap)
+        offset = block_offset(carry.position, w, self.overlap)
         outputs, carry = super().read_token(token, carry)
         window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
         carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
@@ -295,7 +295,7 @@ class PretrainedDecoder(BaseDecoder):
 
     def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
-        w, o, window = self.config.window_length, self.config.overlap, carry.window
+        w, o, window = self.config.window_length, self.overlap, carry.window
         if not o:
             return carry
         # Later tokens replace the padding, and no token sees what comes after it.
@@ -354,7 +354,8 @@ class RecurrentDecoder(PretrainedDecoder):
         """`finish(outputs of the layers, targets)` of one window after the other."""
         # Inside of the scan the ids are not known yet.
         check_tokens(tokens, self.embedding.shape[0])
-        positions, position = self.block_positions(carry.position, start)
+        w = self.config.window_length
+        positions, position = block_positions(carry.position, start, w, self.overlap)
 
         def read(inserted, window):
             tokens, targets, position, index = window
