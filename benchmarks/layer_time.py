@@ -23,8 +23,7 @@ from flax import nnx
 
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
 from meliad_like.mixers.base import At
-from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import DecoderLayer
+from meliad_like.models.decoder import DecoderConfig, DecoderLayer
 
 KINDS = [
     *("sliding_window", "lightning_attention", "rg_lru", "retention", "mamba2", "gated_delta_rule"),

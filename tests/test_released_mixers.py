@@ -21,8 +21,7 @@ from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.matrix_recurrence import MatrixCarry
 from meliad_like.mixers.retention import Retention
-from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import DecoderLayer
+from meliad_like.models.decoder import DecoderConfig, DecoderLayer
 
 
 def of_qwen(a):

@@ -13,8 +13,7 @@ from released_arrays import arrays, assert_as_exact, error
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import At
 from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry, bounded_sqrt
-from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.layer import DecoderLayer
+from meliad_like.models.decoder import DecoderConfig, DecoderLayer
 
 NAMES = {
     ("mixers", "rg_lru", "gate", "kernel"): "linear_y.weight",

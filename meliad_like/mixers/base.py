@@ -7,7 +7,7 @@ layer is
     x = x + output(concatenate(mixer(norm(x)) for mixer in mixers))
     x = x + feedforward(norm(x))
 
-and has nothing that its mixers don't bring (`models/layer.py`).
+and has nothing that its mixers don't bring (`models/decoder.py`).
 """
 
 import dataclasses

@@ -30,7 +30,7 @@ from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
-from meliad_like.models.layer import Layer
+from meliad_like.models.decoder import Layer
 from meliad_like.models.model import BaseDecoder
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive

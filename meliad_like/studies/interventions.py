@@ -26,7 +26,7 @@ from meliad_like.evaluation.perplexity import Evaluator, Losses, ReadingMode
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.mesh import lane_shards
 from meliad_like.models.config import ModelConfig
-from meliad_like.models.layer import is_window
+from meliad_like.models.decoder import is_window
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 

@@ -31,8 +31,7 @@ from meliad_like.layers.basic import (
 )
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.config import builds
-from meliad_like.models.decoder import Stack
-from meliad_like.models.layer import Layer, ResidualFeedForward
+from meliad_like.models.decoder import Layer, ResidualFeedForward, Stack
 from meliad_like.models.melodi.config import MelodiConfig
 
 small = jax.nn.initializers.truncated_normal(0.25)

@@ -38,7 +38,7 @@ from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
 from meliad_like.mixers.base import At
 from meliad_like.models.config import builds
-from meliad_like.models.layer import Layer
+from meliad_like.models.decoder import Layer
 from meliad_like.models.model import BaseDecoder, DecoderCarry, apply_layers, block_offset, block_positions, groups_of
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
