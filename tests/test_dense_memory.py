@@ -1,5 +1,6 @@
 """The dense memory against attention to all tokens at once."""
 
+import dataclasses
 import functools
 
 import jax
@@ -65,6 +66,21 @@ def test_several_pieces_and_segments_are_attention_to_all_tokens(piece, horizon,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradient, expected)
 
 
+def test_a_doubled_input_is_added_once_more():
+    plain, params = make()
+    doubled, tokens = Model(dataclasses.replace(plain.config, doubled_inputs=(-1,)), V), tokens_of(1, 2)
+
+    def outputs(model):
+        """The inputs and outputs of the layer: for a segment, and for a decoded token."""
+        module = model.bind(params)
+        carry = module.init_carry(1)
+        segment, _ = module.read_segment(tokens, carry, starts(1, 2, (0, 0)), every_layer=True)
+        return segment, module.read_token(tokens[:, 0], module.begin_decoding(carry))[0]
+
+    for (before, once), (_, twice) in zip(outputs(plain), outputs(doubled), strict=True):
+        np.testing.assert_allclose(twice, before + once, rtol=1e-6)
+
+
 def test_a_horizon_of_segments_is_not_decoded():
     model, _ = make(horizon="segment")
     assert model.config.traits.needs_segments and not make()[0].config.traits.needs_segments
@@ -75,6 +91,7 @@ def test_a_horizon_of_segments_is_not_decoded():
     [
         ("DenseMemory.num_slots = 0", "DenseMemory.num_slots=0 must be at least 1"),
         ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
+        ("DecoderConfig.doubled_inputs = (13,)", "doubled_inputs=(13,) names a layer that 13 layers lack"),
         ("SlidingWindow.layers = (13,)", "SlidingWindow.layers=(13,) names a layer that 13 layers lack"),
         (
             "SlidingWindow.layers = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)",
