@@ -135,6 +135,17 @@ def test_ended_hypotheses_are_continued_after_their_end_token(recurrent):
     )
 
 
+def test_the_memory_of_a_hypothesis_that_has_ended_stays(recurrent):
+    """In the steps in which others are extended it is a candidate, and reads nothing more."""
+    start = recurrent.read("abc")
+    found = recurrent.search(start, 2 * W, width=12, end_tokens=[0, 1])
+    ended = [one for one in found if one.ended]
+    assert min(len(one.tokens) for one in ended) + 1 < max(len(one.tokens) for one in found)
+    states = [*(one.state for one in ended), *recurrent.read_batch([one.tokens for one in ended], start)]
+    outputs = [outputs.logits for outputs in recurrent.forward_batch(["edcba"] * len(states), states)]
+    np.testing.assert_allclose(outputs[: len(ended)], outputs[len(ended) :], atol=1e-3)
+
+
 def test_texts_are_searched_alone(recurrent):
     starts = ["a", recurrent.read("abcdeabcde"), "ccc"]
     for start, found in zip(starts, recurrent.search_batch(starts, 6, width=4, length_penalty=0.6), strict=True):
