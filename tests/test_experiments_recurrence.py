@@ -13,7 +13,8 @@ from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingfa
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
-from meliad_like.experiments.experiment import Experiment, fields_of
+from meliad_like.experiments.experiment import Experiment
+from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.report import gather, result_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
@@ -122,11 +123,11 @@ def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
 
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
-    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.experiments.job.make_mesh", mesh_of_the_first_devices)
     run = made.run(TABLE.row("baseline_128_0"), 0)
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     assert made.make() == (0, [])
-    assert all(made.finished(row, 0) for row in made.rows)
+    assert all(made.job(row, 0).finished() for row in made.rows)
     results = gather(TABLE, made.folder, [0], "test")
     disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.row_names)
     # 300 tokens, of which the first is not predicted.

@@ -62,7 +62,8 @@ def main(subject: str) -> int:
     if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)} must be numbers, such as 0,1,2")
     # Importing jax takes seconds: a mistyped flag is reported before.
-    from meliad_like.experiments.experiment import HOW_TO_GET_ONE, Experiment
+    from meliad_like.experiments.experiment import Experiment
+    from meliad_like.experiments.pretrained import HOW_TO_GET_ONE
     from meliad_like.experiments.tables import SUBJECTS, Table
 
     if subject in PRETRAINED and not (LOAD_DIR.value or REPORT.value):

@@ -8,12 +8,29 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from meliad_like.config import RunConfig
+from meliad_like.errors import UserError
 from meliad_like.evaluation.pictures import draw_map, save
-from meliad_like.experiments.report import scores_file
-from meliad_like.experiments.tables import Row
+from meliad_like.experiments.report import Results, scores_file
+from meliad_like.experiments.tables import Row, Settings
+from meliad_like.remote import write_whole
 from meliad_like.studies.map_tables import accuracies, by_distance, by_model, summary, summary_table, tables
+from meliad_like.studies.memory_source import MemoryTasksSource
 
 PANELS_IN_ROW = 3
+
+
+def write_maps(results: Results, run: RunConfig, settings: Settings, seeds: Iterable[int], path: Path) -> str:
+    """Writes the rows' maps as `path` with the suffix `.png` and as `_cells.csv`; returns their Markdown.
+
+    `run` is that of a row. Raises a UserError if its documents are others.
+    """
+    if not isinstance(run.source, MemoryTasksSource):
+        raise UserError(f"{results.table.name} needs the documents of memory_tasks: leave out --task")
+    maps = gather_maps(results.rows, settings.folder, seeds, settings.split)
+    draw_maps(maps, path.with_suffix(".png"))
+    write_whole(path.with_name(f"{path.name}_cells.csv"), by_model(maps).to_csv(index=False))
+    return maps_to_markdown(maps, run.source.block_length)
 
 
 def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: str) -> dict[str, pd.DataFrame]:

@@ -3,6 +3,8 @@
 Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
+import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meliad_like.caches import without_compiled_programs
 from meliad_like.config import RunConfig
+from meliad_like.config.run import stages_of
 from meliad_like.data.batch import Batch
-from meliad_like.mesh import lane_sharding
+from meliad_like.experiments.evaluations import facts
+from meliad_like.mesh import lane_sharding, make_mesh
+from meliad_like.run.setup import vocabulary_size
 from meliad_like.training.hardware import peak_flops
 from meliad_like.training.program import make_program
 
@@ -104,3 +110,40 @@ def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str
         "compile_seconds": sum(kind["compile_seconds"] for kind in kinds),
         "share_of_peak": float(np.average([kind["share_of_peak"] for kind in kinds], weights=used)),
     }
+
+
+def time_runs(runs: Mapping[str, RunConfig], repeats: int) -> dict[str, Any]:
+    """Times the training steps of runs in turn, as `time_in_turn`; `rows` have the facts of their runs, too.
+
+    The step of a run with stages is the average of theirs.
+    """
+    shares: dict[str, dict[str, float]] = {}
+    parts: dict[Any, tuple[str, RunConfig]] = {}
+    for name, run in runs.items():
+        shares[name] = {}
+        for stage in (stages := stages_of(run)):
+            # Stages that are the same in everything that takes time are timed once.
+            training = dataclasses.replace(stage.run.training, num_steps=1)
+            same = stage.run.model, stage.run.data, stage.run.optimizer, training
+            stage_name = name if len(stages) == 1 else f"{name}, stage {stage.index + 1}"
+            part, _ = parts.setdefault(same, (stage_name, stage.run))
+            share = (stage.last_step - stage.first_step) / run.training.num_steps
+            shares[name][part] = shares[name].get(part, 0.0) + share
+    steps = {}
+    for part, run in parts.values():
+        # The time to compile is one of the figures.
+        with without_compiled_programs():
+            steps[part] = TimedStep(run, vocabulary_size(run), make_mesh(run.mesh))
+        print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
+    timing = time_in_turn(steps, repeats)
+    timing["rows"] = {
+        name: facts(run, vocabulary_size(run)) | {"device": device_name()} | in_shares(timing["rows"], shares[name])
+        for name, run in runs.items()
+    }
+    return timing
+
+
+def device_name() -> str:
+    """The name of this machine's device; for a CPU its number of cores."""
+    device = jax.devices()[0]
+    return f"CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
