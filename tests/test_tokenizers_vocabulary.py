@@ -12,6 +12,7 @@ from meliad_like.data.tokenizers_vocabulary import (
     TokenizersVocabulary,
     TokenizersVocabularyConfig,
     _byte_characters,
+    export_tokenizer,
     read_tokenizer,
 )
 from meliad_like.data.vocabulary import PROBE, load_vocabulary
@@ -161,8 +162,8 @@ def test_a_text_always_has_the_same_tokens(folder):
     vocabulary, tokenizer = changed(folder, drop)
     assert {tuple(vocabulary.encode("the")) for _ in range(50)} == {(257,)}
     # Its tokens were other ones, and the fingerprint says so; a file without such settings is as it was.
-    assert vocabulary.for_tokenizers() != (tokenizer.to_str(), "<|endoftext|>")
-    assert changed(folder, lambda _: None)[0].for_tokenizers() == read_tokenizer(folder)
+    assert export_tokenizer(vocabulary) != (tokenizer.to_str(), "<|endoftext|>")
+    assert export_tokenizer(changed(folder, lambda _: None)[0]) == read_tokenizer(folder)
 
 
 @pytest.mark.parametrize("named", [{}, {"unk_token": "<|endoftext|>"}, {"unk_token": "<unk>"}])

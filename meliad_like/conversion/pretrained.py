@@ -25,7 +25,12 @@ from meliad_like.conversion.tensor_files import (
     tensor_files,
 )
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, TokenizersVocabularyConfig
+from meliad_like.data.tokenizers_vocabulary import (
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    TokenizersVocabularyConfig,
+    export_tokenizer,
+)
 from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.models.decoder import DecoderConfig
@@ -231,7 +236,7 @@ def _write_own_decoder(opened: OpenedCheckpoint, folder: Path) -> None:
 
 def _write_tokenizer_json(vocabulary: Vocabulary, folder: Path) -> bool:
     """Writes a tokenizer without code for `transformers`; returns whether there is one like the vocabulary."""
-    if (tokenizer := vocabulary.for_tokenizers()) is None:
+    if (tokenizer := export_tokenizer(vocabulary)) is None:
         return False
     text, end_token = tokenizer
     write_whole(folder / TOKENIZER_NAME, text)

@@ -16,6 +16,7 @@ from meliad_like.data.vocabulary import (
     PIECE,
     UNKNOWN,
     VOCABULARIES,
+    ByteVocabulary,
     FileVocabularyConfig,
     Vocabulary,
     read_text,
@@ -116,11 +117,12 @@ class TokenizersVocabulary(Vocabulary):
             pieces[unknown] = UNKNOWN.encode()
         super().__init__(pieces, end, size_multiple, text_alone, lossless, end_token=end_token)
 
-    def for_tokenizers(self) -> tuple[str, str] | None:
+    def tokenizer_json(self) -> str:
+        """The contents of a tokenizer.json that doesn't cut or fill texts."""
         settings = json.loads(self._model)
         if settings.get("truncation") or settings.get("padding"):
-            return json.dumps(settings | {"truncation": None, "padding": None}), self.end_token
-        return self._model.decode(), self.end_token
+            return json.dumps(settings | {"truncation": None, "padding": None})
+        return self._model.decode()
 
     def encode(self, text: str) -> np.ndarray:
         # In pieces, because `tokenizers` takes some hundred bytes of memory for each character.
@@ -235,9 +237,14 @@ def read_tokenizer(path: str | Path) -> tuple[str, str]:
     return tokenizer, end
 
 
-def byte_tokenizer() -> tuple[str, str]:
-    """The contents of a tokenizer.json whose tokens are the bytes, and after them its token that ends documents."""
-    return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], "bytes"), DEFAULT_END
+def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
+    """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends
+    documents. None if that library can't express it."""
+    if isinstance(vocabulary, TokenizersVocabulary):
+        return vocabulary.tokenizer_json(), vocabulary.end_token
+    if isinstance(vocabulary, ByteVocabulary):
+        return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], "bytes"), DEFAULT_END
+    return None
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

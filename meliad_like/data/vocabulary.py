@@ -122,11 +122,6 @@ class Vocabulary:
         parts = (part[part < len(self._pieces)].tolist() for part in np.split(ids, range(PIECE, ids.size, PIECE)))
         return b"".join(b"".join(map(self._pieces.__getitem__, part)) for part in parts)
 
-    def for_tokenizers(self) -> tuple[str, str] | None:
-        """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends
-        documents. None if that library can't express it."""
-        return None
-
     def save(self, folder: str | Path) -> None:
         """Writes what `load_vocabulary` reads into an existing local folder."""
         write_whole(Path(folder) / SETTINGS_NAME, json.dumps(self._settings, indent=2) + "\n")
@@ -233,11 +228,6 @@ class ByteVocabulary(Vocabulary):
 
     def __init__(self, size_multiple: int = 1):
         super().__init__([bytes([byte]) for byte in range(256)], 256, size_multiple)
-
-    def for_tokenizers(self) -> tuple[str, str] | None:
-        from meliad_like.data.tokenizers_vocabulary import byte_tokenizer
-
-        return byte_tokenizer()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
