@@ -17,7 +17,9 @@ SMOKE = COMMAND.bool(
     False,
     "Only try the run, made small: it trains, is killed, resumes, evaluates and writes text, in a minute or two.",
 )
-LOAD_DIR = COMMAND.string("load_dir", None, "Checkpoint folder whose parameters a fresh run starts with.")
+LOAD_DIR = COMMAND.string(
+    "load_dir", None, "Folder of a model with which a fresh run starts: a checkpoint, or one of transformers."
+)
 PROFILE_STEPS = COMMAND.string("profile_steps", None, "FIRST:LAST, such as 10:15: a trace of them in WORKDIR/profile.")
 DISTRIBUTED = COMMAND.bool("distributed", False, "One process of a cluster that jax detects: TPU pod, SLURM, GKE, MPI.")
 COORDINATOR_ADDRESS = COMMAND.string("coordinator_address", None, "host:port at which process 0 listens, elsewhere.")
@@ -35,7 +37,12 @@ def main() -> int:
         return 0
     if workdir is None:
         raise UserError("--workdir is missing: name the folder of the run")
-    run = COMMAND.read_config()
+    from meliad_like.config import read_changes
+
+    changes = read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value)
+    # Checked before the processes join.
+    run = None if LOAD_DIR.value and "RunConfig.model" not in changes.bindings else COMMAND.read_config()
+    from meliad_like.run.opening import config_for_training
     from meliad_like.run.training import train
     from meliad_like.training.loop import parse_steps
     from meliad_like.training.processes import initialize_distributed
@@ -44,6 +51,8 @@ def main() -> int:
     place = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
     if DISTRIBUTED.value or any(value is not None for value in place):
         initialize_distributed(*place, JOIN_SECONDS.value)
+    if run is None:
+        run = config_for_training(LOAD_DIR.value, changes)
     return train(run, workdir, LOAD_DIR.value, profile_steps)
 
 

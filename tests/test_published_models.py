@@ -15,13 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny_run
 from ways import begin, decode, read
 
 import meliad_like
+from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import convert_from_huggingface, convert_to_huggingface
 from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
 from meliad_like.conversion.published.folder import described, normal_form
+from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.run.opening import config_for_training
+from meliad_like.run.setup import set_up
+from meliad_like.run.training import train
 
 GOLDEN = Path(__file__).parent / "golden" / "published"
 W = 8
@@ -228,6 +234,46 @@ def test_a_model_without_a_tokenizer_reads_token_ids_alone(tmp_path):
     assert len(continuation.tokens) == 5 and continuation.text == ""
     state.save(tmp_path / "state.npz")
     assert lm.generate(lm.resume(tmp_path / "state.npz"), 5, temperature=0.0).tokens == continuation.tokens
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """A published model whose tokens are bytes, as a folder that has our vocabulary, and bindings of documents."""
+    folder = tmp_path_factory.mktemp("bytes") / "model"
+    bindings = tiny_run.make_bindings(folder.parent)
+    ByteVocabulary(8).save(copied("recurrent_gemma", folder, {"vocab_size": 264}))
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    table = np.random.default_rng(0).normal(0, 0.3, (264, 32)).astype(np.float32)
+    safetensors.numpy.save_file(tensors | {"model.embed_tokens.weight": table}, folder / "model.safetensors")
+    others = [binding for binding in bindings if not binding.startswith(("DecoderConfig", "RECURRENT", "Vocabulary"))]
+    more = "DecoderConfig.window_length = 8", "ReaderConfig.segment_length = 24", "ReaderConfig.tokens_per_step = 192"
+    steps = "TrainingConfig.num_steps = 8", "TrainingConfig.checkpoint_every = 4"
+    return folder, [*others, *more, *steps]
+
+
+def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path):
+    folder, bindings = of_bytes
+    run = config_for_training(folder, read_changes((), bindings))
+    assert run.model.published and run.model.window_length == 8
+    assert train(run, tmp_path / "straight", str(folder)) == 0
+    lm = meliad_like.load(folder, gin_params=["DecoderConfig.window_length = 8", "ReaderConfig.segment_length = 24"])
+    batch = set_up(run)[0].reader.batch(0, range(8))
+    losses, _ = lm.model.bind(lm.params).losses(
+        batch.inputs, batch.targets, begin(lm.model, lm.params, 8), batch.start, slice_length=24
+    )
+    expected = float(jnp.sum(losses.nats * batch.loss_mask) / jnp.sum(batch.loss_mask))
+    first, *_ = tiny_run.read_metrics(tmp_path / "straight", "train")
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+    # As a kill would have left it.
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "8")
+    assert train(run, tmp_path / "resumed", str(folder)) == 0
+    ours, again = (meliad_like.load(tmp_path / name) for name in ("straight", "resumed"))
+    jax.tree.map(np.testing.assert_array_equal, ours.params, again.params)
+    convert_to_huggingface(tmp_path / "resumed", tmp_path / "theirs")
+    back = meliad_like.load(tmp_path / "theirs")
+    text = "a rose is when bees do not"
+    assert back.score(text).bits_per_byte == pytest.approx(again.score(text).bits_per_byte, abs=1e-4)
 
 
 def test_every_family_has_arrays():

@@ -10,11 +10,11 @@ import numpy as np
 from etils import epath
 from tokenizers import Tokenizer
 
-from meliad_like.config import Changes, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.config import Changes, RunConfig, bound_values, differences, field_types, fit, parse, read_changes
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import PLACES, from_huggingface, to_huggingface
-from meliad_like.conversion.published.folder import family_of, open_published, write_published
+from meliad_like.conversion.published.folder import config_of_published, family_of, open_published, write_published
 from meliad_like.conversion.tensor_files import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -141,6 +141,13 @@ class HuggingFaceFormat:
     def open(folder: Path, changes: Changes) -> OpenedCheckpoint:
         """Opens a model at step 0, with these changes of its config."""
         return open_huggingface(folder, changes)
+
+    @staticmethod
+    def config(folder: Path, changes: Changes) -> RunConfig:
+        """The config of a model, with these changes."""
+        if family_of(folder) is not None:
+            return config_of_published(folder, changes)[0]
+        return open_huggingface(folder, changes).run
 
 
 def convert_from_huggingface(

@@ -127,8 +127,8 @@ class SpanAttention(Mixer):
 
             def step(_, block):
                 i, query, position = block
-                key = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
-                return None, read_block(i, query, position, key)
+                folded = None if dropout_key is None else jax.random.fold_in(dropout_key, i)
+                return None, read_block(i, query, position, folded)
 
             _, mixed = jax.lax.scan(step, None, (jnp.arange(c), query, positions.T))
         mixed = rearrange(mixed, "c b g (j w) k -> b (g j) (c w) k", w=w)

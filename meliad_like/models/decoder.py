@@ -26,12 +26,14 @@ from meliad_like.mixers.sliding_window import SlidingWindow, TokenCache
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
 from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
-from meliad_like.registry import kind_field, resumable, size
+from meliad_like.registry import bound_values, kind_field, may_change, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative
 
 zeros = jax.nn.initializers.zeros
 NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon", "feedforward")
 """Fields of published models, which other programs' forms of our decoders lack."""
+HOW_IT_READS = ("window_length", "activation_dtype", "dropout_rate", "chunk_length", "clear_states", "span")
+"""Fields that a published model does not determine."""
 AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
@@ -134,6 +136,21 @@ class DecoderConfig(StackConfig):
         """The sizes of the decoder, and what its layers have."""
         layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers)
         return self.shape_with(layers=layers, feedforward_layers=feedforward_layers)
+
+    def determined(self, other: "DecoderConfig") -> list[str]:
+        """The names of the fields in which another decoder differs, besides those of `HOW_IT_READS` and those that may
+        change when a run resumes."""
+        ours, theirs = dict(bound_values(self)), dict(bound_values(other))
+        free = {f"{type(self).__name__}.{field.name}" for field in dataclasses.fields(self) if may_change(field, 0, 0)}
+        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in free]
+        return [name for name in names if name.rpartition(".")[2] not in HOW_IT_READS]
+
+    def extends(self, other: ModelConfig) -> bool:
+        """Whether it is the same decoder. One that was opened from a published model may read in another way."""
+        if super().extends(other):
+            return True
+        both_published = isinstance(other, DecoderConfig) and self.published == other.published != ""
+        return both_published and not self.determined(other)
 
     def layers_with(self, kind: type[MixerConfig]) -> list[int]:
         """The layers that have a mixer of this class, counted from 0."""

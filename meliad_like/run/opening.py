@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import Changes, RunConfig, bound_values, differences, rebuild
+from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, rebuild
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
@@ -24,9 +24,10 @@ from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
 FOREIGN_FORMATS = Registry("format", "meliad_like.conversion.pretrained")
-"""The formats of other programs' models: classes with two static functions. `recognises(folder)` says whether a folder,
-which may be on `gs://`, is in the format, and `open(folder, changes)` opens one of this machine. They are imported only
-where a folder without checkpoints of ours is opened."""
+"""The formats of other programs' models: classes with three static functions. `recognises(folder)` says whether a
+folder, which may be on `gs://`, is in the format; `open(folder, changes)` opens one of this machine, and
+`config(folder, changes)` is its config alone. They are imported only where a folder without checkpoints of ours is
+opened."""
 
 
 class OpenedCheckpoint(NamedTuple):
@@ -128,8 +129,23 @@ def open_checkpoint(
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 
-def open_model(folder: epath.PathLike, *, step: int | None = None, changes: Changes) -> OpenedCheckpoint:
-    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program."""
+def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
+    """The config of a training that starts with the model in a folder (`open_model`): that of base.gin with this model
+    and its vocabulary, and the changes. What names another model (`RunConfig.model`) wins."""
+    if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
+        for other in FOREIGN_FORMATS.values():
+            if other.recognises(any_path(folder)):
+                with local_files(folder) as place:
+                    return other.config(place, changes)
+    saved = saved_config(folder)
+    return changes(dataclasses.replace(parse(), model=saved.model, vocabulary=saved.vocabulary))
+
+
+def open_model(
+    folder: epath.PathLike, *, step: int | None = None, changes: Changes, mesh: Mesh | None = None
+) -> OpenedCheckpoint:
+    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program, whose
+    parameters lie on the first device whatever the `mesh`."""
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):
@@ -142,7 +158,7 @@ def open_model(folder: epath.PathLike, *, step: int | None = None, changes: Chan
             f"there is no folder {folder}: if this is a model of huggingface.co, download it first, with hf download "
             f"{folder} --local-dir DIR, and name DIR"
         )
-    return open_checkpoint(folder, step=step, changes=changes)
+    return open_checkpoint(folder, step=step, changes=changes, mesh=mesh)
 
 
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from meliad_like.config import RunConfig, bound_values
+from meliad_like.config import RunConfig, bound_values, read_changes
 from meliad_like.config.run import Stage, stages_of
 from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
@@ -16,7 +16,7 @@ from meliad_like.models.model import Model
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
-from meliad_like.run.opening import checkpoint_metadata, open_checkpoint
+from meliad_like.run.opening import checkpoint_metadata, open_model
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.program import TrainingProgram, make_program
 from meliad_like.training.step import TrainState
@@ -140,14 +140,17 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
     state = setup.program.initialise()
     if load_dir is None:
         return state
-    opened = open_checkpoint(load_dir, mesh=setup.mesh)
-    setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {load_dir}")
+    opened = open_model(load_dir, changes=read_changes(), mesh=setup.mesh)
+    setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the model in {load_dir}")
     model = setup.whole_run.model
     if not model.extends(opened.run.model):
         way_out = "train the model of the checkpoint, or choose another one"
         check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
-    return state.starting_with({**state.params, **opened.params})
+    placed = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding), opened.params, {x: state.params[x] for x in opened.params}
+    )
+    return state.starting_with({**state.params, **placed})
 
 
 def metadata(setup: StageSetup, step: int) -> dict:

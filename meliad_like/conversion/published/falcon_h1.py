@@ -97,6 +97,7 @@ class FalconH1Family(Family):
 
     def places(self, fields, config):
         attention, recurrence = config.mixers
+        assert isinstance(recurrence, Mamba2)
         of_gate, of_network = factors(fields, "mlp_multipliers", 2)
         of_parts = factors(fields, "ssm_multipliers", 5)
         into_mamba, from_mamba = (factor(fields, f"ssm_{name}_multiplier") for name in ("in", "out"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from meliad_like.config import Changes, bound_values, fit, parse
+from meliad_like.config import Changes, RunConfig, bound_values, fit, parse
 from meliad_like.conversion.parameters import vocabulary_of
 from meliad_like.conversion.published.family import FAMILIES, Family, Fields, Places, read_parameters, to_tensors
 from meliad_like.conversion.tensor_files import CONFIG_NAME, TENSORS_NAME, read_tensor, save_tensors, tensor_files
@@ -23,9 +23,6 @@ from meliad_like.remote import any_path
 from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 
-MAY_CHANGE = ("window_length", "activation_dtype", "dropout_rate", "chunk_length", "clear_states", "span")
-"""The fields of a model and its mixers that the folder does not determine, besides those that may change when a run
-resumes: how it reads."""
 SEGMENT = 2048
 """The default number of tokens of a segment."""
 
@@ -36,11 +33,12 @@ def family_of(folder: epath.PathLike) -> Family | None:
     return FAMILIES.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
 
 
-def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
-    """Opens a published model at step 0.
+def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig, Family, Places, int]:
+    """The config with which a published model is opened, its family, the places of its parameters, and the number of
+    its tokens.
 
-    The folder determines the decoder; the changes may set how it reads (`MAY_CHANGE`), documents and vocabulary.
-    Without a tokenizer in the folder, the vocabulary has token ids alone.
+    The folder determines the decoder; the changes may set how it reads, documents and vocabulary. Without a tokenizer
+    in the folder, the vocabulary has token ids alone.
     """
     folder = Path(folder)
     owner = str(folder / CONFIG_NAME)
@@ -56,17 +54,19 @@ def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
         data=LanesReaderConfig(segment_length=segment, tokens_per_step=segment),
     )
     run = changes(start)
-    if not isinstance(run.model, DecoderConfig):
-        raise UserError(f"RunConfig.model can't be changed: {folder} determines it")
-    before, after = bound_values(decoder), bound_values(run.model)
-    for name, value in after.items():
-        if before.get(name) != value and name not in _free(run.model):
-            raise UserError(f"{name} = {value!r}, but {folder} has {before.get(name)!r}")
+    _check_same(decoder, run.model, str(folder))
+    return run, family, places, size
+
+
+def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
+    """Opens a published model at step 0 (`config_of_published`)."""
+    folder = Path(folder)
+    run, family, places, size = config_of_published(folder, changes)
     vocabulary = vocabulary_of(run, size, folder)
-    model = Model(run.model, vocabulary.size)
-    files = tensor_files(folder)
-    names = {ours: theirs for theirs in files if (ours := family.name(theirs, decoder)) is not None}
-    if decoder.tied_embedding:
+    model, files = Model(run.model, vocabulary.size), tensor_files(folder)
+    assert isinstance(run.model, DecoderConfig)
+    names = {ours: theirs for theirs in files if (ours := family.name(theirs, run.model)) is not None}
+    if run.model.tied_embedding:
         names.pop("lm_head.weight", None)
 
     def read(name: str) -> np.ndarray:
@@ -76,6 +76,16 @@ def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
     return OpenedCheckpoint(run, model, params, vocabulary, 0)
 
 
+def _check_same(decoder: DecoderConfig, model: Any, owner: str) -> None:
+    """Raises a UserError if a model is not this decoder, or another one than in how it reads."""
+    if not isinstance(model, DecoderConfig) or not model.extends(decoder):
+        old, new = bound_values(decoder), bound_values(model)
+        names = model.determined(decoder) if isinstance(model, DecoderConfig) else ["RunConfig.model"]
+        raise UserError(
+            f"{names[0]} = {new.get(names[0], type(model).__name__)!r}, but {owner} has {old.get(names[0])!r}"
+        )
+
+
 def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
     """Writes a decoder that was opened from a published model into an existing folder, without its tokenizer."""
     model = opened.run.model
@@ -83,9 +93,7 @@ def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
     owner = f"the config.json of {type(model).__name__}.published"
     family, saved = normal_form(json.loads(model.published), owner)
     decoder, places, _ = described(family, saved, owner)
-    read, ours = bound_values(decoder), bound_values(model)
-    if changed := [name for name in ours if name not in _free(model) and ours[name] != read.get(name)]:
-        raise UserError(f"{changed[0]} = {ours[changed[0]]!r} is not what its published model has: it can't be written")
+    _check_same(decoder, model, owner)
     write_json(folder / CONFIG_NAME, saved | {"dtype": "float32"})
     save_tensors(to_tensors(family, places, opened.params), folder / TENSORS_NAME, {"format": "pt"})
 
@@ -108,13 +116,6 @@ def described(family: Family, saved: dict[str, Any], owner: str) -> tuple[Decode
     fields.check_all_read()
     published = json.dumps(saved, sort_keys=True)
     return dataclasses.replace(decoder, published=published), places, size
-
-
-def _free(model: DecoderConfig) -> set[str]:
-    """The names of the fields of a model that its folder does not determine."""
-    return {name for name in bound_values(model) if name.rpartition(".")[2] in MAY_CHANGE} | {
-        f"DecoderConfig.{field.name}" for field in dataclasses.fields(model) if "resumable" in field.metadata
-    } - {"DecoderConfig.mixers", "DecoderConfig.position"}
 
 
 def _vocabulary(folder: Path, saved: dict[str, Any], size: int) -> VocabularyConfig:

@@ -114,7 +114,9 @@ class OlmoHybridFamily(Family):
                     f"{ours}feedforward/norm/scale": Part(f"{theirs}post_feedforward_layernorm.weight"),
                 }
                 continue
-            g, h, k, p = mixers[0].sizes(config.shape)[:4]
+            recurrence = mixers[0]
+            assert isinstance(recurrence, GatedDeltaRule)
+            g, h, k, p = recurrence.sizes(config.shape)[:4]
             mixer, attention = f"{ours}mixers/gated_delta_rule/", f"{theirs}linear_attn."
             first = 0
             for name, size in (("query", g * k), ("key", g * k), ("value", h * p)):
