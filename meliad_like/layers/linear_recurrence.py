@@ -192,7 +192,7 @@ def sums_between(
 def _sums_between_jvp(primals, tangents):
     (tangent,), not_after = tangents, np.tri(primals[0].shape[-1], dtype=np.float32)
     after = 1 - not_after
-    between = exact_product(not_after, tangent[..., None] * after.T)
+    between = exact_product(not_after * tangent[..., None, :], after.T)
     return sums_between(*primals), (between, exact_product(tangent, not_after.T), exact_product(tangent, after.T))
 
 
