@@ -127,7 +127,8 @@ def test_shardings_of_parameters_and_adafactor_state():
 @pytest.mark.parametrize("shape, copies", [((8,), ("data",)), ((2, 1, 2, 2), ("data", "sequence")), ((1, 8), ())])
 def test_shares_of_the_copies_of_the_parameters(shape, copies):
     mesh, params = make_mesh(MeshConfig(*shape)), make_params(0)
-    whole, gradients, shares = mesh_lib.training_shardings(mesh, AXES, params)
+    whole, gradients, shares, has_copies = mesh_lib.training_shardings(mesh, AXES, params)
+    assert has_copies == bool(copies)
     assert shares["layer0"]["scale"] == whole["layer0"]["scale"]
     assert gradients["embedding"] == whole["embedding"] and gradients["layer0"] == shares["layer0"]
     for name in ("embedding", "untied"):
