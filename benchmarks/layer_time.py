@@ -21,6 +21,8 @@ import pandas as pd
 from absl import app, flags
 from flax import nnx
 
+from meliad_like.kernels.registry import kernel_of_recurrence
+from meliad_like.layers.backend import platform
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
 from meliad_like.mixers.base import At
 from meliad_like.models.decoder import DecoderConfig, DecoderLayer
@@ -36,7 +38,9 @@ WINDOW = flags.DEFINE_integer("window", 512, "Tokens of a block.")
 WIDTH = flags.DEFINE_integer("width", 1024, "Model width.")
 HEADS = flags.DEFINE_integer("heads", 8, "Heads.")
 HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "Head size.")
-KERNELS = flags.DEFINE_list("kernels", ["none", "auto"], "Values of DecoderConfig.attention_kernel.")
+KERNELS = flags.DEFINE_list(
+    "kernels", ["none", "auto"], "Values of DecoderConfig.attention_kernel and recurrence_kernel."
+)
 DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Type of the activations.")
 REPEATS = flags.DEFINE_integer("repeats", 10, "Calls of a program in a row, of which the mean time is taken.")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds, of which the median is taken.")
@@ -67,11 +71,13 @@ def layer_program(mixer: str, kernel: str):
         activation_dtype=DTYPE.value,
         pattern=(mixer,),
         attention_kernel=kernel,
+        recurrence_kernel=kernel,
         dropout_rate=0.0,
     )
-    config = config.on_this_platform()
-    if config.attention_kernel == "auto":
+    chosen = config.on_this_platform()
+    if kernel == "auto" and chosen == config:
         return None
+    config = chosen
 
     def module():
         return DecoderLayer(config.shape, 0, rngs=nnx.Rngs(0))
@@ -91,13 +97,19 @@ def layer_program(mixer: str, kernel: str):
     return apply, make
 
 
-def rule_program(mixer: str):
+def rule_program(mixer: str, kernel: str):
     g, h, k, p, by_channel, corrected = SIZES[mixer]
     b, n, w = LANES.value, SEGMENT.value, WINDOW.value
-    start = jnp.zeros((b, n // w), bool)
+    start, chunk = jnp.zeros((b, n // w), bool), math.gcd(w, 64)
+    read = read_chunks
+    if kernel != "none":
+        in_kernel = kernel_of_recurrence("gpu" if platform() == "gpu" else "none", chunk, k, p)
+        if in_kernel is None:
+            return None
+        read = functools.partial(in_kernel, dtype=jnp.dtype(DTYPE.value))
 
     def apply(rule, matrix):
-        return read_chunks(rule, matrix, start, math.gcd(w, 64))[1]
+        return read(rule, matrix, start, chunk)[1]
 
     def make():
         keys = iter(jax.random.split(jax.random.key(0), 9))
@@ -134,9 +146,10 @@ def programs() -> Iterator[tuple[tuple[str, str, str], Callable, Callable]]:
         found = layer_program(mixer, kernel)
         if found is not None:
             yield (mixer, "layer", kernel), *found
-    for mixer in MIXERS.value:
-        if mixer in SIZES and RULES.value:
-            yield (mixer, "rule", "none"), *rule_program(mixer)
+    for mixer, kernel in itertools.product(MIXERS.value, KERNELS.value):
+        found = rule_program(mixer, kernel) if mixer in SIZES and RULES.value else None
+        if found is not None:
+            yield (mixer, "rule", kernel), *found
 
 
 def main(_) -> None:

@@ -32,7 +32,9 @@ SCALES = {
 }
 
 SCALE = flags.DEFINE_enum("scale", "laptop", list(SCALES), "Size of the models.")
-ROWS = flags.DEFINE_list("rows", ["slide_12l", "slide_13l", "fixed_skip", "lstm_dual"], "Files of gin/block_recurrent.")
+ROWS = flags.DEFINE_list(
+    "rows", ["slide_12l", "slide_13l", "fixed_skip", "lstm_dual"], "Files of gin/block_recurrent, or of gin."
+)
 LANES = flags.DEFINE_integer("lanes", 1, "Lanes of a step, of the size's segments; other rows read as much.")
 JOBS = flags.DEFINE_integer("jobs", 1, "Programs compiled at the same time.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Timed steps of each row.", lower_bound=1)
@@ -55,7 +57,10 @@ def main(_) -> None:
     files, vocabulary_size = SCALES[SCALE.value]
     tokens = LANES.value * config.parse(files, GIN_PARAM.value).data.segment_length
     params = [f"ReaderConfig.tokens_per_step = {tokens}", *GIN_PARAM.value]
-    runs = {name: config.parse([*files, f"block_recurrent/{name}.gin"], params) for name in ROWS.value}
+    runs = {
+        name: config.parse([*files, f"{name}.gin" if "/" in name else f"block_recurrent/{name}.gin"], params)
+        for name in ROWS.value
+    }
     with ThreadPoolExecutor(JOBS.value) as pool:
         made = pool.map(lambda run: TimedStep(run, vocabulary_size, make_mesh(run.mesh), IN_A_ROW.value), runs.values())
         steps = dict(zip(runs, made, strict=True))

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from meliad_like.kernels import window_tpu
-from meliad_like.kernels.registry import KERNELS
+from meliad_like.kernels.registry import KERNELS, RECURRENCES
 from meliad_like.mixers import kernel_check
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.kernel_check import kernel_that_works
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
+from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models import decoder
@@ -63,7 +65,7 @@ def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
     config = dataclasses.replace(CONFIG, mixers=(states,), dropout_rate=0.1)
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
-    assert kernel_check._problem(config.shape, "float32", "interpreted", planned=True) is None
+    assert kernel_check._problem(config.shape, "float32", "attention", "interpreted", planned=True) is None
     for wrong in (without_last_keys, without_block_before, without_unit_length):
         broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(wrong, right))
         monkeypatch.setitem(KERNELS, "interpreted", broken)
@@ -80,6 +82,31 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
     monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(memory=wrong))
     kernel, line = checked(config)
     assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dtype):
+    mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
+    config = dataclasses.replace(CONFIG, mixers=mixers, pattern=("gated_delta_rule+mamba2",), position=Rotary())
+    kernel_check._checked.cache_clear()
+    assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "interpreted"
+    assert capsys.readouterr().err == "recurrence kernel: checked on this device\n"
+    assert recurrence_kernel_that_works(CONFIG.shape, dtype, "interpreted") == "none"
+    assert recurrence_kernel_that_works(config.shape, dtype) == "none"
+    right = RECURRENCES["interpreted"]
+
+    def without_start(rule, matrix, start, chunk, **options):
+        return right(rule, matrix, jnp.zeros_like(start), chunk, **options)
+
+    def without_matrix(rule, matrix, start, chunk, **options):
+        after, read = right(rule, matrix, start, chunk, **options)
+        return jnp.roll(after, 1, axis=1), read
+
+    for wrong in (without_start, without_matrix):
+        monkeypatch.setitem(RECURRENCES, "interpreted", wrong)
+        kernel_check._checked.cache_clear()
+        assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "none"
+        assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err
 
 
 def without_block_before(attend, query, scale, *parts):
@@ -118,7 +145,9 @@ def test_a_program_resolves_auto_and_a_cpu_changes_nothing(monkeypatch):
     assert checked_nothing(dataclasses.replace(CONFIG, position=Rotary()))
     monkeypatch.setattr(decoder, "kernel_that_works", lambda shape, dtype: "interpreted")
     assert CONFIG.on_this_platform().attention_kernel == "interpreted"
-    without = dataclasses.replace(CONFIG, attention_kernel="none")
+    monkeypatch.setattr(decoder, "recurrence_kernel_that_works", lambda shape, dtype: "interpreted")
+    assert CONFIG.on_this_platform().recurrence_kernel == "interpreted"
+    without = dataclasses.replace(CONFIG, attention_kernel="none", recurrence_kernel="none")
     assert without.on_this_platform() is without
 
 

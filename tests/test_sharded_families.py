@@ -45,6 +45,7 @@ CHOSEN += [(name, (1, 1, 8, 1)) for name in (*BOTH, "slide")]
 CHOSEN += [
     ("fixed:skip", (2, 4, 1, 1)),
     ("memorizing in kernels", (2, 2, 2, 1)),
+    ("recurrences in kernels", (2, 1, 2, 2)),
     ("slide below skip", (1, 1, 1, 8)),
     ("lstm:dual", (2, 1, 2, 2)),
     ("kernel", (1, 2, 2, 2)),

@@ -1,4 +1,4 @@
-"""The kernels that compute a segment's attention, by the names that a config gives them."""
+"""The kernels that compute a segment's attention and its recurrences, by the names that a config gives them."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.kernels import memory_tpu, states_tpu, window_gpu, window_tpu
+from meliad_like.kernels import memory_tpu, recurrence_gpu, states_tpu, window_gpu, window_tpu
 from meliad_like.kernels.window_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
@@ -62,6 +62,12 @@ KERNELS = {
     ),
 }
 
+RECURRENCES: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "gpu": recurrence_gpu.read_chunks_in_kernel,
+    "interpreted": functools.partial(recurrence_gpu.read_chunks_in_kernel, interpret=True),
+}
+"""The kernels that read a segment's chunks, with the arguments of `recurrence_gpu.read_chunks_in_kernel`."""
+
 
 def kernel_of_platform(window_length: int, head_size: int) -> str:
     """The name of the kernel for the platform and these sizes; `none` if there is none."""
@@ -79,3 +85,12 @@ def kernel_of_memory(name: str, search: MemorySearch, num_neighbors: int, head_s
     """The kernels for an external memory that belong to an `attention_kernel`; None if none do."""
     kernel = KERNELS.get(name)
     return kernel.memory if kernel and search == "bucketed" and kernel.fits(num_neighbors, head_size) else None
+
+
+def kernel_of_recurrence(
+    name: str, chunk: int, key_size: int, value_size: int
+) -> Callable[..., tuple[Array, Array]] | None:
+    """The kernel that reads chunks of this length, for keys and values of these sizes, and belongs to a
+    `recurrence_kernel`; None if none does."""
+    is_compiled = name != "interpreted"
+    return RECURRENCES.get(name) if not is_compiled or recurrence_gpu.fits(chunk, key_size, value_size) else None

@@ -48,6 +48,7 @@ class Shape:
     dropout_rate: float
     mask_empty_cache: bool
     attention_kernel: str
+    recurrence_kernel: str
     position: PositionConfig
     layers: tuple[tuple["MixerConfig", ...], ...]
     """The configs of the mixers of each layer."""
@@ -184,6 +185,10 @@ class MixerConfig:
 
     def has_own_kernel(self, shape: Shape) -> bool:
         """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""
+        return False
+
+    def has_recurrence_kernel(self, shape: Shape) -> bool:
+        """Whether a kernel computes the mixer's recurrence, which a program checks with the mixer's module."""
         return False
 
     def check(self, shape: Shape) -> None:

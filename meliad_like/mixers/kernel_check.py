@@ -1,4 +1,6 @@
-"""The check of the attention kernels when a program starts: on the program's device, against the default computation.
+"""The check of the kernels when a program starts: on the program's device, against the default computation.
+
+Those of attention and those of recurrences are checked, and used, independently of each other.
 
 Where devices are only planned (`meliad_like.plan`), the kernels must compile for them.
 """
@@ -15,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from meliad_like.kernels.registry import kernel_of_platform
+from meliad_like.kernels.registry import RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
 from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
 from meliad_like.mixers.sliding_window import WindowAttention
@@ -44,38 +46,56 @@ def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> st
     sizes = shape.window_length, shape.num_heads, shape.model_width
     if nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
         return "none"
+    return _checked(shape, dtype, "attention", kernel, _planned_for())
+
+
+def recurrence_kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
+    """As `kernel_that_works`, for the recurrences of matrices."""
+    kernel = kernel or (platform() if platform() in RECURRENCES else "none")
+    with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
+    if not any(mixer.has_recurrence_kernel(with_kernel) for mixers in shape.layers for mixer in mixers):
+        return "none"
+    return _checked(shape, dtype, "recurrence", kernel, _planned_for())
+
+
+def _planned_for() -> str | None:
+    """The kind of the devices, if they are not here."""
     planned = jax.sharding.get_abstract_mesh().abstract_device if platform() != jax.default_backend() else None
-    return _checked(shape, dtype, kernel, planned and planned.device_kind)
+    return planned and planned.device_kind
 
 
 @functools.cache
-def _checked(shape: Shape, dtype: str, kernel: str, planned_for: str | None) -> str:
-    """`planned_for`: the kind of the devices, if they are not here."""
-    problem = _problem(shape, dtype, kernel, planned_for is not None)
+def _checked(shape: Shape, dtype: str, kind: str, kernel: str, planned_for: str | None) -> str:
+    """`kind`: of the kernel, `attention` or `recurrence`. `planned_for`: of the devices, if they are not here."""
+    problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
         problem = problem or "another process refuses it"
     found = f"compiled for {planned_for}" if planned_for else "checked on this device"
     refused = f"the default is used instead: {problem}"
-    print(f"attention kernel: {found if problem is None else refused}", file=sys.stderr, flush=True)
+    print(f"{kind} kernel: {found if problem is None else refused}", file=sys.stderr, flush=True)
     return kernel if problem is None else "none"
 
 
-def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None:
+def _problem(shape: Shape, dtype: str, kind: str, kernel: str, planned: bool) -> str | None:
     """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
-    for name, build, with_dropout in _modules(dataclasses.replace(shape, attention_kernel=kernel)):
+
+    def with_kernel(name: str) -> Shape:
+        return dataclasses.replace(shape, **{f"{kind}_kernel": name})
+
+    for name, build, with_dropout in _modules(with_kernel(kernel), kind):
         which = f"{name}{' with dropout' * with_dropout}: "
-        trial = functools.partial(_trial, build, shape, with_dropout=with_dropout, rounded_to=dtype)
+        trial = functools.partial(_trial, build, with_dropout=with_dropout, rounded_to=dtype)
         try:
-            run, make_inputs = trial(kernel, dtype)
+            run, make_inputs = trial(with_kernel(kernel), dtype)
             if planned:
                 run.lower(jax.eval_shape(make_inputs)).compile()
                 continue
             results = _results(run, make_inputs)
         except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
             return f"{which}it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        default = _results(*trial("none", dtype))
+        default = _results(*trial(with_kernel("none"), dtype))
         with jax.default_matmul_precision("highest"):
-            exact = _results(*trial("none", "float32"))
+            exact = _results(*trial(with_kernel("none"), "float32"))
         for array, x in exact.items():
             for order in (2, np.inf):
                 error, of_default = (np.linalg.norm(each[array] - x, order) for each in (results, default))
@@ -86,22 +106,21 @@ def _problem(shape: Shape, dtype: str, kernel: str, planned: bool) -> str | None
     return None
 
 
-def _modules(shape: Shape) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
+def _modules(shape: Shape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
     """What is checked: the names and constructors of modules that use the kernels, with or without dropout."""
-    for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)]:
+    for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" else ():
         yield "the window", WindowAttention, with_dropout
     for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:
-        if mixer.has_own_kernel(shape):
+        if mixer.has_own_kernel(shape) if kind == "attention" else mixer.has_recurrence_kernel(shape):
             yield MIXERS.name_of(mixer), mixer.build, False
 
 
 def _trial(
-    build: Callable[..., Mixer], shape: Shape, kernel: str, dtype: str, *, rounded_to: str, with_dropout: bool
+    build: Callable[..., Mixer], shape: Shape, dtype: str, *, rounded_to: str, with_dropout: bool
 ) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """A jitted function that computes a module's outputs and the gradients of all inputs, and another that makes these,
-    numbers of the type `rounded_to`."""
+    """A jitted function that computes a module's outputs, its states after them and the gradients of all inputs, and
+    another that makes these, numbers of the type `rounded_to`."""
     b, c, w = len(BLOCKS_READ), len(BLOCKS_READ[0]), shape.window_length
-    shape = dataclasses.replace(shape, attention_kernel=kernel)
 
     def module():
         return build(shape, rngs=nnx.Rngs(0))
@@ -113,8 +132,8 @@ def _trial(
     def is_position(x) -> bool:
         return jnp.issubdtype(x.dtype, jnp.integer)
 
-    def rounded(x: jax.Array) -> jax.Array:
-        return x.astype(rounded_to).astype(dtype)
+    def rounded(x: jax.Array, kind: Any = dtype) -> jax.Array:
+        return x.astype(rounded_to).astype(kind)
 
     def make_inputs():
         keys = iter(jax.random.split(jax.random.key(0), 99))
@@ -126,8 +145,8 @@ def _trial(
         params = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape), nnx.state(module()))
         inputs = {"tokens": rounded(normal(b, c * w, shape.model_width)), "parameters": params}
         # Cached keys have about unit length.
-        vectors = [normal(*x.shape) / np.sqrt(x.shape[-1]) for x in carried if not is_position(x)]
-        return inputs | {"carry": list(map(rounded, vectors))}
+        vectors = [x for x in carried if not is_position(x)]
+        return inputs | {"carry": [rounded(normal(*x.shape) / np.sqrt(x.shape[-1]), x.dtype) for x in vectors]}
 
     # The time of products doesn't matter here, and a GPU's compiler takes longest to try their algorithms.
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if platform() == "gpu" else None)
@@ -137,11 +156,13 @@ def _trial(
             carry = structure.unflatten([read[:, 0] if is_position(x) else next(vectors) for x in carried])
             dropout_key = jax.random.key(1) if with_dropout else None
             at = At(jnp.asarray(read), {})
-            return nnx.merge(graphdef, inputs["parameters"])(inputs["tokens"], at, carry, dropout_key)[0]
+            outputs, carry = nnx.merge(graphdef, inputs["parameters"])(inputs["tokens"], at, carry, dropout_key)
+            return {"outputs": outputs, "carry": [x for x in jax.tree.leaves(carry) if not is_position(x)]}
 
-        outputs, pull_back = jax.vjp(attend, inputs)
-        cotangent = rounded(jax.random.normal(jax.random.key(2), outputs.shape))
-        return {"outputs": outputs, "gradients": pull_back(cotangent)[0]}
+        results, pull_back = jax.vjp(attend, inputs)
+        cotangents = [rounded(jax.random.normal(jax.random.key(2), x.shape), x.dtype) for x in jax.tree.leaves(results)]
+        gradients = pull_back(jax.tree.unflatten(jax.tree.structure(results), cotangents))[0]
+        return results | {"gradients": gradients}
 
     return run, make_inputs
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.registry import kernel_of_recurrence
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
@@ -59,7 +60,7 @@ class MatrixRecurrence(Mixer):
     """Tokens write to and read from matrices that forget."""
 
     def __init__(self, config: "MatrixConfig", shape: Shape):
-        self.config, self.w, self.sizes = config, shape.window_length, config.sizes(shape)
+        self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
     def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
         """What the convolution reads, or without one the rule's own inputs, and the other projections."""
@@ -90,8 +91,11 @@ class MatrixRecurrence(Mixer):
         return MatrixCarry(matrix, jnp.zeros((b, filters.shape[0] - 1, filters.shape[1]), dtype))
 
     def __call__(self, x, at, carry, dropout_key):
+        kernel = self.config.kernel(self.shape)
+        read_segment = read_chunks if kernel is None else partial(kernel, dtype=x.dtype)
+
         def read(rule, matrix):
-            return read_chunks(rule, matrix, at.start, math.gcd(self.w, self.config.chunk_length))
+            return read_segment(rule, matrix, at.start, self.config.chunk(self.shape))
 
         return self._read(x, num_parts() * x.shape[1], carry, partial(convolve_segment, start=at.start), read)
 
@@ -131,13 +135,25 @@ class MatrixConfig(StatesConfig):
         """The operations of a token's projections."""
         raise NotImplementedError
 
+    def chunk(self, shape: Shape) -> int:
+        """The number of tokens that are read in parallel."""
+        return math.gcd(shape.window_length, self.chunk_length)
+
+    def kernel(self, shape: Shape) -> Callable[..., tuple[Array, Array]] | None:
+        """The kernel that reads a segment; None: none does."""
+        sizes = self.sizes(shape)
+        return kernel_of_recurrence(shape.recurrence_kernel, self.chunk(shape), sizes.key_size, sizes.value_size)
+
+    def has_recurrence_kernel(self, shape):
+        return self.kernel(shape) is not None
+
     def width(self, shape):
         return self.sizes(shape).heads * self.sizes(shape).value_size
 
     def flops(self, shape):
         """Projections, and the recurrence."""
-        chunk, sizes = math.gcd(shape.window_length, self.chunk_length), self.sizes(shape)._asdict()
-        return Flops.of_products(self.projection_flops(shape) + flops_of_rule(chunk, **sizes))
+        of_rule = flops_of_rule(self.chunk(shape), **self.sizes(shape)._asdict())
+        return Flops.of_products(self.projection_flops(shape) + of_rule)
 
     def traits(self, shape):
         return Traits(states=("matrix",), needs_segments=self.needs_segments)

@@ -20,7 +20,7 @@ from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, Plai
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
 from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape, StatesConfig, layer_indices
-from meliad_like.mixers.kernel_check import kernel_that_works
+from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow, TokenCache
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
@@ -108,6 +108,9 @@ class DecoderConfig(StackConfig):
     """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
     (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
     the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
+    recurrence_kernel: Literal["auto", "none", "gpu", "interpreted"] = resumable("auto")
+    """The kernels that compute recurrences whose state is a matrix (`mixers/matrix_recurrence.py`): none, those
+    compiled for NVIDIA GPUs, or these interpreted. `auto`: those of the platform that pass a check, otherwise none."""
     published: str = resumable("")
     """The config.json of the published model that the decoder was opened from, with which it can be written again
     (`conversion/published`); "": none. It does not determine how the decoder computes."""
@@ -124,8 +127,11 @@ class DecoderConfig(StackConfig):
             self.layers_of(name)
 
     def on_this_platform(self):
-        kernel = kernel_that_works(self.shape, self.activation_dtype) if self.attention_kernel == "auto" else "none"
-        return self if kernel == "none" else dataclasses.replace(self, attention_kernel=kernel)
+        checks = {"attention_kernel": kernel_that_works, "recurrence_kernel": recurrence_kernel_that_works}
+        checks = {field: check for field, check in checks.items() if getattr(self, field) == "auto"}
+        kernels = {field: check(self.shape, self.activation_dtype) for field, check in checks.items()}
+        kernels = {field: kernel for field, kernel in kernels.items() if kernel != "none"}
+        return dataclasses.replace(self, **kernels) if kernels else self
 
     def layers_of(self, name: str) -> frozenset[int]:
         """The layers that the field `doubled_inputs` or `norms_after` names, counted from 0."""

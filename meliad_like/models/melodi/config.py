@@ -52,7 +52,8 @@ class MelodiConfig(StackConfig):
     def shape(self) -> Shape:
         """The sizes of the decoder, whose layers have no mixers."""
         layers = range(self.total_layers)
-        return self.shape_with(layers=((),) * len(layers), feedforward_layers=tuple(layers), attention_kernel="none")
+        no_kernels = {"attention_kernel": "none", "recurrence_kernel": "none"}
+        return self.shape_with(layers=((),) * len(layers), feedforward_layers=tuple(layers), **no_kernels)
 
     def is_last(self, index: int) -> bool:
         """Whether nothing reads what layer `index` would make of the summary tokens."""

@@ -1,0 +1,206 @@
+"""Pallas kernels for NVIDIA GPUs that compute `decayed_products` with a decay for each channel of the keys.
+
+As there, the blocks of one size have a product together: of the readers in every second block with the keys in the
+block before it, each decayed to the boundary between the two. A program keeps a chunk's decays on the chip, where they
+would be an array of the size of the keys for each size of a block, and for each factor of its products.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from meliad_like.kernels.recurrence_gpu_programs import Options, product
+
+SLICE = 64
+"""The largest number of channels that are computed at once."""
+
+
+class Channels(NamedTuple):
+    """A chunk's readers, keys and decays."""
+
+    query: Any
+    """[b, h, n, k]; in a program [t, k]."""
+    key: Any
+    """[b, h, n, k]; in a program [t, k]."""
+    log_decay: Any
+    """[b, c, h, 1, t, k], float32; in a program [t, k]."""
+
+
+class Products(NamedTuple):
+    """What is made of them."""
+
+    of_queries: Any
+    """[b, c, h, 1, t, t]; in a program [t, t]."""
+    of_keys: Any
+    """[b, c, h, 1, t, t], float32."""
+    decay: Any
+    """[b, c, h, 1, t, k], float32: from the chunk's beginning to each token."""
+    until_end: Any
+    """[b, c, h, 1, t, k], float32: from each token to the chunk's end."""
+
+
+def _sums(options: Options, summed: Array, log_decay: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
+    """Sums of logarithms of decays, or of gradients. Those of numbers rounded to eleven bits are not enough."""
+    precision = None if options.interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return product(summed.astype(jnp.float32), log_decay, contracted, precision)
+
+
+def _triangles(t: int) -> tuple[Array, Array]:
+    """The tokens whose decays are summed up to each token, and from each token to the end, [t, t]."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+    return column <= row, column > row
+
+
+def _blocks(t: int, level) -> tuple[Array, Array]:
+    """For blocks of 2^level tokens: the tokens whose decays are summed for each token, up to it in every second block
+    and from it to the end of the block in the others; and the pairs of readers and keys that have a product."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+    of_row, of_column = (jnp.right_shift(x, level) for x in (row, column))
+    is_later = (of_row & 1) == 1
+    summed = jnp.where(is_later, column <= row, column > row) & (of_row == of_column)
+    return summed, is_later & (of_column == of_row - 1)
+
+
+def products_kernel(options: Options, x: Channels, results: Products):
+    """Writes the products and decays of a chunk of a head."""
+    t, k = x.key.shape
+    size = min(SLICE, k)
+    slices = [pl.ds(i * size, size) for i in range(k // size)]
+
+    def add(level, sums):
+        of_queries, of_keys = sums
+        summed, is_below = _blocks(t, level)
+        for at in slices:
+            decay = jnp.exp(_sums(options, summed, x.log_decay[:, at]))
+            query, key = (_times(options, y[:, at], decay) for y in (x.query, x.key))
+            of_queries += jnp.where(is_below, product(query, key, (1, 1)), 0)
+            of_keys += jnp.where(is_below, product(key, key, (1, 1)), 0)
+        return of_queries, of_keys
+
+    none = jnp.zeros((t, t), jnp.float32)
+    of_queries, of_keys = jax.lax.fori_loop(0, t.bit_length() - 1, add, (none, none))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+    until, after = _triangles(t)
+    for at in slices:
+        query, key = (y[:, at].astype(jnp.float32) for y in (x.query, x.key))
+        of_queries += jnp.where(row == column, jnp.sum(query * key, axis=1, keepdims=True), 0)
+        results.decay[:, at] = jnp.exp(_sums(options, until, x.log_decay[:, at]))
+        results.until_end[:, at] = jnp.exp(_sums(options, after, x.log_decay[:, at]))
+    results.of_queries[...] = of_queries.astype(results.of_queries.dtype)
+    results.of_keys[...] = of_keys
+
+
+def _times(options: Options, x: Array, decay: Array) -> Array:
+    return (x.astype(jnp.float32) * decay).astype(options.dtype)
+
+
+def products_gradient_kernel(options: Options, x: Channels, cotangents: Products, gradients: Channels):
+    """Writes the gradients of some channels of a chunk's inputs."""
+    query, key = x.query[...].astype(jnp.float32), x.key[...].astype(jnp.float32)
+    log_decay, t = x.log_decay[...], len(key)
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+    until, after = _triangles(t)
+    of_log_decay = jnp.zeros(key.shape, jnp.float32)
+    for summed, of_decay in ((until, cotangents.decay), (after, cotangents.until_end)):
+        of_sum = of_decay[...] * jnp.exp(_sums(options, summed, log_decay))
+        of_log_decay += _sums(options, summed, of_sum, (0, 0))
+    same = jnp.where(row == column, cotangents.of_queries[...].astype(jnp.float32), 0)
+    same = jnp.sum(same, axis=1, keepdims=True)
+
+    def add(level, sums):
+        of_query, of_key, of_log_decay = sums
+        summed, is_below = _blocks(t, level)
+        decay = jnp.exp(_sums(options, summed, log_decay))
+        reader, read = _times(options, query, decay), _times(options, key, decay)
+        of_queries, of_keys = (
+            jnp.where(is_below, y[...].astype(jnp.float32), 0).astype(options.dtype)
+            for y in (cotangents.of_queries, cotangents.of_keys)
+        )
+        # Of queries and keys that are decayed.
+        of_reader = product(of_queries, read)
+        of_read = product(of_keys, read) + product(of_queries, reader, (0, 0)) + product(of_keys, read, (0, 0))
+        of_sum = decay * (query * of_reader + key * of_read)
+        of_log_decay += _sums(options, summed, of_sum, (0, 0))
+        return of_query + decay * of_reader, of_key + decay * of_read, of_log_decay
+
+    sums = same * key, same * query, of_log_decay
+    of_query, of_key, of_log_decay = jax.lax.fori_loop(0, t.bit_length() - 1, add, sums)
+    gradients.query[...] = of_query.astype(gradients.query.dtype)
+    gradients.key[...] = of_key.astype(gradients.key.dtype)
+    gradients.log_decay[...] = of_log_decay
+
+
+def products_by_channel_in_kernel(
+    options: Options,
+    query: Float[Array, "b h n k"],
+    key: Float[Array, "b h n k"],
+    log_decay: Float[Array, "b c h 1 t k"],
+) -> Products:
+    """What `decayed_products` gives, where each head has its queries and keys; products of a key with itself are 0."""
+    # What is below is a decay of 0 in float32 in any case.
+    return _products(options, Channels(query, key, jnp.maximum(log_decay, -128)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(options: Options, x: Channels) -> Products:
+    return _forward(options, x)[0]
+
+
+def _forward(options, x):
+    b, c, h, _, t, k = x.log_decay.shape
+    squares, decays = (jax.ShapeDtypeStruct((b, c, h, 1, t, size), jnp.float32) for size in (t, k))
+    results = Products(jax.ShapeDtypeStruct(squares.shape, options.dtype), squares, decays, decays)
+    specs = _specs(t, k)
+    [products] = _call(options, products_kernel, (c, h, b), [(x, specs[0])], [(results, specs[1])])
+    return products, x
+
+
+def _backward(options, x, cotangents):
+    b, c, h, _, t, k = x.log_decay.shape
+    size = math.gcd(k, SLICE)
+    of_inputs, of_products = _specs(t, size, k // size)
+    written = Channels(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x))
+    read = [(x, of_inputs), (cotangents, of_products)]
+    return tuple(_call(options, products_gradient_kernel, (c * (k // size), h, b), read, [(written, of_inputs)]))
+
+
+_products.defvjp(_forward, _backward)
+
+
+def _specs(t: int, size: int, slices: int = 1) -> tuple[Channels, Products]:
+    """The parts of arrays that a program sees, in a grid of chunks times slices of channels, heads and lanes."""
+
+    def place(i):
+        return (jax.lax.div(i, slices), jax.lax.rem(i, slices)) if slices > 1 else (i, 0)
+
+    def vectors(i, h, b):
+        c, j = place(i)
+        return b, h, c, j
+
+    def of_chunk(i, h, b):
+        c, j = place(i)
+        return b, c, h, 0, 0, j
+
+    of_vectors = pl.BlockSpec((None, None, t, size), vectors)
+    decay = pl.BlockSpec((None, None, None, None, t, size), of_chunk)
+    square = pl.BlockSpec((None, None, None, None, t, t), lambda i, h, b: (b, place(i)[0], h, 0, 0, 0))
+    return Channels(of_vectors, of_vectors, decay), Products(square, square, decay, decay)
+
+
+def _call(options: Options, kernel, grid, read, written) -> list[Any]:
+    return pl.pallas_call(
+        functools.partial(kernel, options),
+        grid=grid,
+        in_specs=[spec for _, spec in read],
+        out_shape=[x for x, _ in written],
+        out_specs=[spec for _, spec in written],
+        compiler_params=triton.CompilerParams(num_warps=options.warps[1], num_stages=1),
+        interpret=options.interpret,
+        name=kernel.__name__,
+    )(*(x for x, _ in read))

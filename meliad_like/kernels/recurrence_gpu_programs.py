@@ -1,0 +1,347 @@
+"""What each program of the kernels for linear recurrences computes (`kernels/recurrence_gpu.py`) for a head and lane.
+
+In the names of a chunk's arrays: `t` tokens, keys of size `k`, values of size `p`, and `e` decays, one or `k`. Of its
+tokens, the *updates* u_t are what they write, and of the delta rule T is the inverse of I + beta (products of keys):
+
+    u = T beta (v - decay k S^T),    y = decay q S^T + (products of queries) u,    S' = decay_end S + (u until_end)^T k
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+SQUARE = 16
+"""The side of the squares of which the inverse of a triangular matrix is made."""
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Options(NamedTuple):
+    """What is known when the kernels are compiled."""
+
+    dtype: Any
+    """That of the factors of products. Products of float32 are those of the platform's default."""
+    values: int
+    """The number of channels of a value that one program carries through a segment."""
+    slice: int
+    """The largest number of channels of a value that the other programs compute at once."""
+    warps: tuple[int, int]
+    """The number of warps of the programs that go through a segment, and of those of one chunk."""
+    stages: tuple[int, int]
+    """The number of stages of their loops."""
+    interpret: bool
+
+
+class Chunk(NamedTuple):
+    """What a chunk's tokens do with the states of a head."""
+
+    query: Any
+    """[t, k]"""
+    key: Any
+    """[t, k]"""
+    value: Any
+    """[t, p]"""
+    strength: Any
+    """[t, 1]; None: values are written as they are."""
+    of_queries: Any
+    """[t, t]: the products of queries with keys, times the decay between the two; 0 above the diagonal."""
+    of_keys: Any
+    """[t, t]: those of keys with keys, of which those on the diagonal don't matter. None: without strength."""
+    decay: Any
+    """[t, e]: of the state, from the chunk's beginning to each token."""
+    until_end: Any
+    """[t, e]: from each token to the chunk's end."""
+
+
+def product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0), precision=None) -> Array:
+    """The product of two matrices, summed over one axis of each, in float32."""
+    axes = (contracted[:1], contracted[1:]), ((), ())
+    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def exactly(options: Options) -> Any:
+    """The precision of products with the inverse, whose factors are float32.
+
+    Where activations are float32, their rounding would be the largest error: other products are of rounded numbers.
+    """
+    if options.interpret or options.dtype != jnp.float32:
+        return None
+    return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
+def squares(t: int) -> tuple[int, int]:
+    """The number of squares along a side of a triangular matrix, and their side."""
+    side = min(t, SQUARE)
+    return t // side, side
+
+
+def inverse_kernel(options: Options, of_keys, strength, inverse):
+    """Writes the inverse [t, t] of I + strength (products of keys below the diagonal), in float32.
+
+    Squares on the diagonal are inverted row by row, those below are products of squares: all numbers are of the size of
+    the result's, whereas the powers of a matrix, for keys that repeat, are as large as binomial coefficients.
+    """
+    m, side = squares(len(of_keys))
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+
+    def rows(i):
+        return pl.ds(i * side, side)
+
+    def step(r, diagonal):
+        def next_row(i, square):
+            place = i * side + r
+            of_row = of_keys[place, rows(i)] * strength[place, 0]
+            of_row = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (side,), 0) < r, of_row, 0)
+            return square - jnp.where(row == r, jnp.sum(of_row[:, None] * square, axis=0)[None], 0)
+
+        return tuple(next_row(i, square) for i, square in enumerate(diagonal))
+
+    identity = (row == column).astype(jnp.float32)
+    diagonal = jax.lax.fori_loop(1, side, step, (identity,) * m)
+    below: dict[tuple[int, int], Array] = {(i, i): square for i, square in enumerate(diagonal)}
+    for i in range(m):
+        # From the diagonal to the left.
+        of_row = [of_keys[rows(i), rows(j)] * strength[rows(i), :] for j in range(i)]
+        for j in range(m):
+            if j < i:
+                total = sum(product(of_row[s], below[s, j], precision=HIGHEST) for s in range(j, i))
+                below[i, j] = -product(diagonal[i], total, precision=HIGHEST)
+            inverse[rows(i), rows(j)] = below.get((i, j), jnp.zeros_like(identity))
+
+
+def slices(options: Options, p: int) -> Iterator[Any]:
+    """The channels of a value that are computed at once."""
+    size = min(options.slice, p)
+    return (pl.ds(i * size, size) for i in range(p // size))
+
+
+def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
+    """Writes what the updates are without a state [t, p], and what they lose of it [t, k]: u = of_values - of_keys S^T.
+    `of_values` is None where only the latter is asked for."""
+    inverse, strength, precision = inverse[...], chunk.strength[...], exactly(options)
+    decayed = chunk.key[...].astype(jnp.float32) * (strength * chunk.decay[...])
+    of_keys[...] = product(inverse, decayed, precision=precision).astype(of_keys.dtype)
+    for at in slices(options, chunk.value.shape[1]) if of_values is not None else ():
+        value = chunk.value[:, at].astype(jnp.float32) * strength
+        of_values[:, at] = product(inverse, value, precision=precision).astype(of_values.dtype)
+
+
+class Sequence(NamedTuple):
+    """What the tokens of a segment do with the states of a head, where a state passes from chunk to chunk."""
+
+    first: Any
+    """[c]: whether a document begins with each chunk."""
+    key: Any
+    """[n, k]"""
+    until_end: Any
+    """[c, t, e]"""
+    decay: Any
+    """[c, t, e]"""
+
+
+def _rows(index, t: int):
+    return pl.ds(index * t, t)
+
+
+def _decayed(state: Array, x: Sequence, index) -> Array:
+    """The state times the decay of a chunk."""
+    return state * x.decay[index, x.decay.shape[1] - 1, :][None]
+
+
+def states_kernel(options: Options, x: Sequence, matrix, of_values, of_keys, before, update, after):
+    """Writes the states before each chunk [c, p, k], and after the segment [p, k], for some channels of the values.
+    With the delta rule, `update` [n, p] are the updates; else `of_values` are, and `of_keys` and `update` are None."""
+    c, t, _ = x.decay.shape
+
+    def step(index, state):
+        state = jnp.where(x.first[index] > 0, 0.0, state)
+        rounded = state.astype(options.dtype)
+        before[index] = rounded.astype(before.dtype)
+        written = of_values[_rows(index, t), :].astype(jnp.float32)
+        if of_keys is not None:
+            written -= product(of_keys[_rows(index, t), :], rounded, (1, 1))
+            update[_rows(index, t), :] = written.astype(update.dtype)
+        key = x.key[_rows(index, t), :]
+        return _decayed(state, x, index) + _written(options, written, key, x.until_end[index])
+
+    after[...] = jax.lax.fori_loop(0, c, step, matrix[...])
+
+
+def _written(options: Options, update: Array, key: Array, until_end: Array) -> Array:
+    """What is left of updates at a chunk's end [p, k]."""
+    if until_end.shape[1] == 1:
+        update = update * until_end
+    else:
+        key = (key.astype(jnp.float32) * until_end).astype(options.dtype)
+    return product(update.astype(options.dtype), key, (0, 0))
+
+
+def read_kernel(options: Options, chunk: Chunk, before, update, read):
+    """Writes what the tokens read [t, p]."""
+    decayed = _times(options, chunk.query, chunk.decay)
+    of_queries = chunk.of_queries[...]
+    for at in slices(options, update.shape[1]):
+        from_state = product(decayed, before[at, :], (1, 1))
+        read[:, at] = (from_state + product(of_queries, update[:, at])).astype(read.dtype)
+
+
+def _times(options: Options, x, decay) -> Array:
+    """Queries or keys that are decayed, rounded."""
+    return (x[...].astype(jnp.float32) * decay[...]).astype(options.dtype)
+
+
+def read_gradient_kernel(options: Options, chunk: Chunk, cotangent, of_update):
+    """Writes the gradient of the updates, as far as the chunk's own tokens read them [t, p]."""
+    of_queries = chunk.of_queries[...]
+    for at in slices(options, cotangent.shape[1]):
+        of_update[:, at] = product(of_queries, cotangent[:, at], (0, 0)).astype(of_update.dtype)
+
+
+def states_gradient_kernel(
+    options: Options, x: Sequence, query, cotangent, of_after, of_read, of_keys, of_state, of_update, of_matrix
+):
+    """Writes the gradients of the states after each chunk [c, p, k], of the updates [n, p] and of the states before the
+    segment [p, k], for some channels of the values. `of_read` is the result of `read_gradient_kernel`."""
+    c, t, e = x.decay.shape
+
+    def step(i, gradient):
+        index = c - 1 - i
+        rows = _rows(index, t)
+        rounded = gradient.astype(options.dtype)
+        of_state[index] = rounded.astype(of_state.dtype)
+        until_end, decay, key = x.until_end[index], x.decay[index], x.key[rows, :]
+        total = of_read[rows, :].astype(jnp.float32)
+        if e == 1:
+            total += until_end * product(key, rounded, (1, 1))
+        else:
+            total += product((key.astype(jnp.float32) * until_end).astype(options.dtype), rounded, (1, 1))
+        of_update[rows, :] = total.astype(of_update.dtype)
+        read, reader = cotangent[rows, :], query[rows, :]
+        if e == 1:
+            read = (read.astype(jnp.float32) * decay).astype(options.dtype)
+        else:
+            reader = (reader.astype(jnp.float32) * decay).astype(options.dtype)
+        gradient = _decayed(gradient, x, index) + product(read, reader, (0, 0))
+        if of_keys is not None:
+            gradient -= product(total.astype(options.dtype), of_keys[rows, :], (0, 0))
+        return jnp.where(x.first[index] > 0, 0.0, gradient)
+
+    of_matrix[...] = jax.lax.fori_loop(0, c, step, of_after[...])
+
+
+class Saved(NamedTuple):
+    """What the gradients of a chunk's inputs need."""
+
+    before: Any
+    """[p, k]: the states before it."""
+    of_state: Any
+    """[p, k]: the gradient of the states after it."""
+    update: Any
+    """[t, p]"""
+    of_update: Any
+    """[t, p]: the gradient of the updates."""
+    cotangent: Any
+    """[t, p]: that of what is read."""
+    inverse: Any
+    """[t, t]; None without strength."""
+
+
+class _Sums(NamedTuple):
+    """What is summed over the channels of a head's values, for the gradients of a chunk's inputs."""
+
+    of_queries: Array
+    """[t, t]: the gradient of the products of queries."""
+    from_state: Array
+    """[t, k]: the gradient of the queries that read the state, decayed."""
+    to_state: Array
+    """[t, k]: that of the keys that write to it, decayed."""
+    shrunk: Array
+    """[1, k]: that of the decay of the whole chunk."""
+    of_known: Array | None = None
+    """[t, k]: that of the decayed keys which the delta rule reads of the state, over their strength."""
+    of_keys: Array | None = None
+    """[t, t]: that of the products of keys, over their strength."""
+    of_strength: Array | None = None
+    """[t, 1]: what the values add to that of the strength."""
+
+
+def input_gradient_kernel(options: Options, chunk: Chunk, saved: Saved, gradients: Chunk):
+    """Writes the gradients of a chunk's inputs, for a group of heads that share queries and keys.
+
+    Arrays of heads have an axis for the heads of the group first.
+    """
+    query, key = chunk.query[...].astype(jnp.float32), chunk.key[...].astype(jnp.float32)
+
+    def by_head(head, of_inputs):
+        sums = _over_values(options, chunk, saved, gradients, head)
+        return [x + y for x, y in zip(of_inputs, _of_head(chunk, sums, gradients, head, query, key))]
+
+    none = jnp.zeros(query.shape, jnp.float32)
+    of_query, of_key = _loop(chunk.decay.shape[0], by_head, [none, none])
+    gradients.query[...] = of_query.astype(gradients.query.dtype)
+    gradients.key[...] = of_key.astype(gradients.key.dtype)
+
+
+def _over_values(options: Options, chunk: Chunk, saved: Saved, gradients: Chunk, head) -> _Sums:
+    """The sums of one head; writes the gradients of the values with the delta rule."""
+    (t, k), p = chunk.key.shape, saved.update.shape[2]
+    size = min(options.slice, p)
+
+    def by_slice(index, sums: _Sums):
+        at = pl.ds(index * size, size)
+        before, of_state = saved.before[head, at, :], saved.of_state[head, at, :]
+        update, cotangent = saved.update[head, :, at], saved.cotangent[head, :, at]
+        shrunk = before.astype(jnp.float32) * of_state.astype(jnp.float32)
+        sums = sums._replace(
+            of_queries=sums.of_queries + product(cotangent, update, (1, 1)),
+            from_state=sums.from_state + product(cotangent, before),
+            to_state=sums.to_state + product(update, of_state),
+            shrunk=sums.shrunk + jnp.sum(shrunk, axis=0)[None],
+        )
+        if saved.inverse is None:
+            return sums
+        of_update = saved.of_update[head, :, at].astype(jnp.float32)
+        known = product(saved.inverse[head], of_update, (0, 0), exactly(options))
+        gradients.value[head, :, at] = (known * chunk.strength[head]).astype(gradients.value.dtype)
+        value, rounded = chunk.value[head, :, at].astype(jnp.float32), known.astype(options.dtype)
+        return sums._replace(
+            of_known=sums.of_known - product(rounded, before),
+            of_keys=sums.of_keys - product(rounded, update, (1, 1)),
+            of_strength=sums.of_strength + jnp.sum(known * value, axis=1, keepdims=True),
+        )
+
+    shapes = [(t, t), (t, k), (t, k), (1, k), *[(t, k), (t, t), (t, 1)][: 3 * (saved.inverse is not None)]]
+    return _loop(p // size, by_slice, _Sums(*(jnp.zeros(shape, jnp.float32) for shape in shapes)))
+
+
+def _of_head(chunk: Chunk, sums: _Sums, gradients: Chunk, head, query: Array, key: Array) -> tuple[Array, Array]:
+    """What a head adds to the gradients of queries and keys; writes those of its products, decays and strengths."""
+    decay, until_end, t = chunk.decay[head], chunk.until_end[head], len(key)
+    gradients.of_queries[head] = sums.of_queries.astype(gradients.of_queries.dtype)
+    of_decay, of_until_end = query * sums.from_state, key * sums.to_state
+    of_query, of_key = decay * sums.from_state, until_end * sums.to_state
+    if sums.of_known is not None:
+        strength = chunk.strength[head]
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+        of_keys = jnp.where(column < row, sums.of_keys, 0)
+        of_decay += strength * key * sums.of_known
+        of_key += strength * decay * sums.of_known
+        of_known = jnp.sum(decay * key * sums.of_known, axis=1, keepdims=True)
+        of_products = jnp.sum(of_keys * chunk.of_keys[head], axis=1, keepdims=True)
+        gradients.strength[head] = sums.of_strength + of_known + of_products
+        gradients.of_keys[head] = of_keys * strength
+    shrunk = sums.shrunk
+    if decay.shape[1] == 1:
+        of_decay, of_until_end, shrunk = (jnp.sum(x, axis=1, keepdims=True) for x in (of_decay, of_until_end, shrunk))
+    last = jax.lax.broadcasted_iota(jnp.int32, (t, 1), 0) == t - 1
+    gradients.decay[head] = of_decay + jnp.where(last, shrunk, 0)
+    gradients.until_end[head] = of_until_end
+    return of_query, of_key
+
+
+def _loop(times: int, step: Callable, initial: Any) -> Any:
+    """A loop, which is none in the compiled program if it runs once."""
+    return step(0, initial) if times == 1 else jax.lax.fori_loop(0, times, step, initial)

@@ -1,0 +1,153 @@
+"""The kernels for linear recurrences on GPUs, interpreted, against the default computation and released arrays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_recurrence as recurrences
+import test_released_mixers as released
+
+from meliad_like.kernels import recurrence_gpu, recurrence_gpu_channels
+from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
+from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence
+from meliad_like.layers.linear_recurrence import Rule, read_chunks
+from meliad_like.mixers import matrix_recurrence
+from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
+from meliad_like.models.decoder import DecoderConfig
+
+
+def results(read, rule, matrix, start, chunk=recurrences.BLOCK):
+    """The states after the segment, what the tokens read, and the gradients of all inputs."""
+
+    def weighed(rule, matrix):
+        after, read_by_tokens = read(rule, matrix, start, chunk)
+        return jnp.sum(jnp.sin(read_by_tokens)) + jnp.sum(jnp.sin(after)), (after, read_by_tokens)
+
+    differentiate = jax.jit(jax.grad(weighed, argnums=(0, 1), has_aux=True))
+    leaves, _ = jax.tree.flatten_with_path(differentiate(rule, matrix))
+    return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in leaves}
+
+
+@recurrences.of_each_kind
+@pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
+@pytest.mark.parametrize("values", [1, 4])
+def test_the_kernels_equal_the_default(kind, make, values):
+    rule, start = make(kind), recurrences.starts("documents")
+    # Three channels of a value are one after the other, or a fourth one is there.
+    rule = rule if values == 1 else rule._replace(value=jnp.pad(rule.value, [(0, 0)] * 3 + [(0, 1)], "reflect"))
+    matrix = jax.random.normal(jax.random.key(1), (*rule.value.shape[:2], rule.value.shape[3], recurrences.K))
+    kernel = functools.partial(read_chunks_in_kernel, interpret=True, values=values, slice=values)
+    ours, default = (results(read, rule, matrix, start) for read in (kernel, read_chunks))
+    for name, x in default.items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["kimi", "by channel"])
+@pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
+@pytest.mark.parametrize("size", [2, 64])
+def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make, size):
+    """A kernel computes their products; the others share keys."""
+    monkeypatch.setattr(recurrence_gpu_channels, "SLICE", size)
+    rule = make(kind)
+    query, key = (jnp.repeat(x, recurrences.R, axis=1) for x in (rule.query, rule.key))
+    arguments = rule._replace(query=query, key=key), recurrences.first_states(), recurrences.starts("documents")
+    kernel = functools.partial(read_chunks_in_kernel, interpret=True, values=1, slice=1)
+    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
+    for name, x in default.items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 64])
+def test_a_chunk_may_have_any_number_of_squares(chunk):
+    """Keys of four channels are as alike as those of a text that repeats itself, and strengths are near 1."""
+    generator = np.random.default_rng(0)
+    query, key, value = generator.normal(size=(3, 1, 1, 128, 4))
+    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    log_decay, strength = np.log(generator.uniform(0.9, 1, (1, 1, 128, 1))), generator.uniform(0.99, 1, (1, 1, 128, 1))
+    rule = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), Rule(query, key, value, log_decay, strength))
+    arguments = rule, jnp.ones((1, 1, 4, 4)), np.zeros((1, 2), bool), chunk
+    kernel = functools.partial(read_chunks_in_kernel, interpret=True)
+    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
+    for name, x in default.items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
+@recurrences.of_each_kind
+def test_factors_of_products_may_be_bfloat16(kind):
+    rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
+    kernel = functools.partial(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
+    arguments = rule, recurrences.first_states(), start
+    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
+    for name, x in default.items():
+        assert 1e-4 < np.linalg.norm(ours[name] - x) / np.linalg.norm(x) < 2e-2, name
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Mixers use the interpreted kernels, whatever their sizes."""
+    jax.clear_caches()
+    monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: RECURRENCES["interpreted"])
+    yield
+    jax.clear_caches()
+
+
+@released.of_each_layer
+def test_outputs_and_gradients_are_those_of_the_released_code(interpreted, name):
+    if name == "gated_delta_layer_grouped":
+        released.test_outputs_are_those_of_the_released_code(name)
+    if "document_starts" in released.arrays(name):
+        released.test_outputs_with_documents_are_those_of_the_released_code(name)
+        released.test_gradients_are_those_of_the_released_code(name, "grad_documents/")
+
+
+@pytest.mark.parametrize("name", released.IN_BFLOAT16)
+def test_bfloat16_is_as_exact_as_the_released_code(interpreted, name):
+    released.test_bfloat16_is_as_exact_as_the_released_code(name)
+
+
+@pytest.mark.parametrize(("groups", "heads", "key_size", "value_size", "by_channel", "corrected"), [
+    (8, 8, 128, 128, False, True),
+    (8, 8, 128, 256, False, False),
+    (1, 32, 128, 64, False, False),
+    (2, 2, 64, 64, True, True),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_channel, corrected, dtype):
+    """Triton gets programs that it can read; no GPU compiles them here."""
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    query, value = array(1, groups, 128, key_size), array(1, heads, 128, value_size)
+    decay = array(1, heads, 128, key_size if by_channel else 1)
+    rule = Rule(query, query, value, decay, array(1, heads, 128, 1) if corrected else None)
+
+    def loss(rule, matrix, start):
+        return jnp.sum(read_chunks_in_kernel(rule, matrix, start, 64, dtype=dtype)[1])
+
+    arguments = rule, array(1, heads, value_size, key_size), array(1, 2, dtype=bool)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [
+        "states_kernel",
+        "read_kernel",
+        "read_gradient_kernel",
+        "states_gradient_kernel",
+        "input_gradient_kernel",
+    ]
+    assert all(kernel in text for kernel in kernels)
+    assert ("inverse_kernel" in text) == ("solved_kernel" in text) == corrected
+    assert ("products_kernel" in text) == ("products_gradient_kernel" in text) == by_channel
+
+
+def test_sizes_that_do_not_fit_use_the_default():
+    assert kernel_of_recurrence("gpu", 64, 128, 256) is RECURRENCES["gpu"]
+    for sizes in ((8, 128, 128), (128, 128, 128), (64, 96, 128), (64, 256, 64), (64, 64, 8)):
+        assert not recurrence_gpu.fits(*sizes) and kernel_of_recurrence("gpu", *sizes) is None
+    assert kernel_of_recurrence("interpreted", 8, 6, 6) is RECURRENCES["interpreted"]
+    mixer = KimiDeltaAttention(layers=(0,))
+    config = DecoderConfig().with_mixer(mixer)
+    assert config.recurrence_kernel == "auto" and not mixer.has_recurrence_kernel(config.shape)
+    assert mixer.has_recurrence_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape)
