@@ -6,7 +6,9 @@ part of a document read as a document of its own, the loss, gradients, and a gre
 transformers' own error in float32, relative to the largest logit. All parameters are random, norms and biases too.
 """
 
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -201,6 +203,15 @@ def copied(name, folder, changes):
     "name, changes, message",
     [
         ("mamba2", {"new_switch": True}, "can't honour new_switch = True, which we don't know"),
+        ("mamba2", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not one of gpt2, .*qwen3_5, "),
+        ("granite_hybrid", {"num_local_experts": 4}, "we have no mixtures of experts, and num_local_experts = 4"),
+        ("granite_hybrid", {"layer_types": ["conv"] * 5}, "can't honour layer_types 'conv', only linear_attention"),
+        ("granite_hybrid", {"layer_types": ["mamba"]}, "layer_types names 1 layers, and there are 5"),
+        ("falcon_h1", {"rope_parameters": {"rope_type": "longrope"}}, "can't honour rope_type 'longrope'"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 numbers, and not 2"),
+        ("olmo_hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 must be a multiple"),
+        ("qwen3_5", {"text_config": None}, "config.json has no text_config"),
+        ("recurrent_gemma", {"block_types": ["window"]}, "can't honour block_types 'window', only recurrent"),
         ("mamba2", {"hidden_act": "gelu"}, "can't honour hidden_act = 'gelu', only 'silu' or 'swish'"),
         ("mamba2", {"num_heads": None}, "config.json has no num_heads"),
         ("mamba2", {"state_size": 0}, "state_size = 0 must be positive"),
@@ -215,6 +226,65 @@ def test_what_cannot_be_honoured_is_named(tmp_path, name, changes, message):
     folder = copied(name, tmp_path / "folder", changes)
     with pytest.raises(UserError, match=message):
         meliad_like.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("mamba2", {"time_step_limit": [0.0, math.inf]}),
+        ("recurrent_gemma", {"block_types": None, "_block_types": ["recurrent", "recurrent", "attention"]}),
+        ("recurrent_gemma", {"rope_parameters": None, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
+        ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"]}),
+        ("olmo_hybrid", {"rope_parameters": None, "rope_theta": None}),
+        ("falcon_h1", {"rope_parameters": None, "rope_theta": 1e11, "rope_scaling": None, "mamba_use_mlp": True}),
+    ],
+)
+def test_older_files_say_the_same(tmp_path, name, changes):
+    old, new = (meliad_like.load(x) for x in (copied(name, tmp_path / "folder", changes), GOLDEN / name))
+    assert dataclasses.replace(old.model.config, published="") == dataclasses.replace(new.model.config, published="")
+
+
+def test_names_of_tensors_in_other_files(tmp_path):
+    """An older name of the embedding, and convolutions and norms of OLMo as they are named in its code."""
+    for name, renamed in (
+        ("mamba2", {"backbone.embeddings.weight": "backbone.embedding.weight"}),
+        (
+            "olmo_hybrid",
+            {
+                "model.layers.0.attention_layer_norm.weight": "model.layers.0.input_layernorm.weight",
+                "model.layers.0.feedforward_layer_norm.weight": "model.layers.0.post_attention_layernorm.weight",
+                "model.layers.3.feedforward_layer_norm.weight": "model.layers.3.post_attention_layernorm.weight",
+            },
+        ),
+    ):
+        folder = copied(name, tmp_path / name, {})
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        tensors = {renamed.get(key, key): x for key, x in tensors.items()}
+        if name == "olmo_hybrid":
+            names = [f"model.layers.0.linear_attn.{x}_conv1d.weight" for x in "qkv"]
+            whole = np.concatenate([tensors[x] for x in names])
+            tensors |= dict(zip(names, map(np.ascontiguousarray, np.split(whole, [24, 48]))))
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        ours, theirs = meliad_like.load(folder), meliad_like.load(GOLDEN / name)
+        jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+
+
+def test_a_position_in_a_document_may_be_any_number():
+    """Angles are those of distances: a million tokens later everything is the same."""
+    lm, ids = opened("recurrent_gemma"), np.random.default_rng(0).integers(0, 101, (1, 6 * W)).astype(np.int32)
+    module = lm.model.bind(lm.params)
+    _, carry = read(lm.model, lm.params, ids, begin(lm.model, lm.params, 1), no_starts(1, 6))
+
+    def later(leaf):
+        return leaf + 3 * W * 50_000 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf
+
+    assert int(carry.position[0]) == 6 * W
+    far = jax.tree.map(later, carry)
+    for one_way in (
+        lambda carry: read(lm.model, lm.params, ids[:, : 3 * W], carry, no_starts(1, 3))[0],
+        lambda carry: decode(lm.model, lm.params, ids[:, : 3 * W], module.begin_decoding(carry))[0],
+    ):
+        np.testing.assert_array_equal(one_way(far), one_way(carry))
 
 
 def test_what_a_folder_determines_cannot_be_changed():
@@ -232,6 +302,11 @@ def test_a_model_without_a_tokenizer_reads_token_ids_alone(tmp_path):
     state = lm.read([1, 2, 3])
     continuation = lm.generate(state, 5, temperature=0.0)
     assert len(continuation.tokens) == 5 and continuation.text == ""
+    # The end of a document is a token as any other, unless it stops the text.
+    lm, expected = opened("recurrent_gemma"), np.load(GOLDEN / "recurrent_gemma" / "expected.npz")
+    written = lm.generate_batch(list(expected["ids"]), 20, temperature=0.0, stop_at_end=False)
+    assert [one.tokens for one in written] == expected["greedy"].tolist()
+    lm = opened("mamba2")
     state.save(tmp_path / "state.npz")
     assert lm.generate(lm.resume(tmp_path / "state.npz"), 5, temperature=0.0).tokens == continuation.tokens
 

@@ -14,6 +14,7 @@ from meliad_like.config import Changes, RunConfig, bound_values, differences, fi
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import PLACES, from_huggingface, to_huggingface
+from meliad_like.conversion.published.family import FAMILIES
 from meliad_like.conversion.published.folder import config_of_published, family_of, open_published, write_published
 from meliad_like.conversion.tensor_files import (
     CONFIG_NAME,
@@ -67,7 +68,7 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     """
     folder = Path(folder)
     saved = read_object(folder / CONFIG_NAME)
-    config = from_huggingface(saved, str(folder / CONFIG_NAME))
+    config = from_huggingface(saved, str(folder / CONFIG_NAME), tuple(FAMILIES))
     size = fit(saved.get("vocab_size"), int, f"{folder / CONFIG_NAME}: vocab_size")
     files = tensor_files(folder)
     prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""

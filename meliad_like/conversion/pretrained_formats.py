@@ -61,11 +61,12 @@ LLAMA = places_by_module(_LLAMA.modules)
 PLACES = {"gpt2": GPT2, "llama": LLAMA}
 
 
-def from_huggingface(saved: Mapping[str, Any], owner: str) -> PretrainedConfig:
-    """The config of the decoder in a config.json, whose name is `owner`; its window is all positions."""
+def from_huggingface(saved: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> PretrainedConfig:
+    """The config of the decoder in a config.json, whose name is `owner`; its window is all positions. `others` are
+    model types that something else reads."""
     saved, kind = dict(saved), saved.get("model_type")
     if kind not in list(FORMATS):
-        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join(FORMATS)}")
+        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join((*FORMATS, *others))}")
     for key, value in FORMATS[kind].fixed.items():
         if saved.pop(key, value) not in (value, None):
             raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {kind} model")

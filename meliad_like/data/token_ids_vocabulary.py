@@ -34,7 +34,7 @@ class TokenIdsVocabularyConfig(VocabularyConfig):
 class TokenIdsVocabulary(Vocabulary):
     """Token ids without a text: a text is refused, and ids have no bytes."""
 
-    kind = "token_ids"
+    kind, end_is_text = "token_ids", True
 
     def __init__(self, num_tokens: int, end_token: int, size_multiple: int = 1):
         settings = {"num_tokens": num_tokens, "end_token": end_token}

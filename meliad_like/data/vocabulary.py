@@ -46,6 +46,8 @@ class Vocabulary:
     """The name of the file that `save` writes in addition to `SETTINGS_NAME`; "": none."""
     free: ClassVar[tuple[int, ...]] = ()
     """The ids that are read, but cost no loss as targets: they are neither learned nor counted by evaluations."""
+    end_is_text: ClassVar[bool] = False
+    """Whether a model may write the end of a document inside of a text, because texts that it was trained on have it."""
     prefix: bytes = b""
     """The bytes that `encode` puts before every text."""
 

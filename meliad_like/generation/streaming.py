@@ -58,7 +58,10 @@ class Generator:
         self.reader = TextReader(model, params, segment_length)
         self._first_chunk, self._chunk = CHUNKS if chunk is None else (chunk, chunk)
         end = vocabulary.end_of_document
-        self._end, ends_lines = end if stop_at_end else None, bool(vocabulary.decode_bytes([end]))
+        self._end, ends_lines = (
+            end if stop_at_end else None,
+            vocabulary.end_is_text or bool(vocabulary.decode_bytes([end])),
+        )
         allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else (end,))
         self._write_tokens = functools.partial(
             _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=self._chunk
