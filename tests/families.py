@@ -38,7 +38,9 @@ CONFIGS = {
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slide below skip": TWO.with_mixer(dataclasses.replace(STATES, layers=(1,), clear_states=True)),
+    "slide below skip": dataclasses.replace(
+        TWO.with_mixer(dataclasses.replace(STATES, layers=(1,))), clear_states=True
+    ),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),

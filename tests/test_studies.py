@@ -153,7 +153,7 @@ def test_documents_that_agree_have_the_same_gain_however_they_are_drawn():
 
 
 def test_context_curve_of_two_settings(runs, tmp_path):
-    changes = ("RecurrentStates.clear_states = True",)
+    changes = ("DecoderConfig.clear_states = True",)
     make(context_curve, runs("fixed_skip"), tmp_path, gin_param=changes, document=("two",))
     rows = list(csv.DictReader((tmp_path / "curves.csv").open(newline="")))
     saved = json.loads((tmp_path / "summary.json").read_text())
@@ -182,9 +182,9 @@ def test_missing_things_are_named(runs):
     with pytest.raises(UserError, match="--kind=shuffled needs two documents"):
         memory_use.run(StudyRequest(first, document=("two",)))
     with pytest.raises(
-        UserError, match="what the model of .* remembers depends on where segments end: change Rec.*.clear_st"
+        UserError, match="what the model of .* remembers depends on where segments end: change Dec.*.clear_st"
     ):
-        memory_use.run(StudyRequest(first, gin_param=("RecurrentStates.clear_states = True",)))
+        memory_use.run(StudyRequest(first, gin_param=("DecoderConfig.clear_states = True",)))
     with pytest.raises(
         UserError, match="memory_use: the model of .* remembers nothing beyond its window: --part=window"
     ):

@@ -193,7 +193,7 @@ def test_a_mistake_is_found_before_anything_is_written(bindings, changed, messag
         (("TrainingConfig.evaluate_every = 5", "TrainingConfig.evaluate_max_tokens = 1"), "max_tokens=1 is less than"),
         (("TrainingConfig.sample_every = 5", "TrainingConfig.evaluate_split = 'test'"), "'test' has no documents"),
         (
-            ("TrainingConfig.sample_every = 5", "RecurrentStates.clear_states = True"),
+            ("TrainingConfig.sample_every = 5", "DecoderConfig.clear_states = True"),
             "depends on where segments end",
         ),
     ],

@@ -161,7 +161,8 @@ class Traits(NamedTuple):
     needs_segments: str | None = None
     """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
     states: tuple[str, ...] = ()
-    """The fields of the carry that are states, which pass from block to block."""
+    """The fields of the carry that are states, which pass from block to block. With `DecoderConfig.clear_states` every
+    segment begins with an empty carry, except for the window."""
     output_bias: bool = False
     """Whether the output projection of its layers has a bias."""
 
@@ -208,20 +209,6 @@ class MixerConfig:
 
     def traits(self, shape: Shape) -> Traits:
         return Traits()
-
-
-@dataclasses.dataclass(frozen=True)
-class StatesConfig(MixerConfig):
-    """The config of a mixer with states that pass from block to block."""
-
-    clear_states: bool = False
-    """Whether every segment begins with an empty memory, except for the window, which measures the memory's value
-    beyond a segment."""
-
-    @property
-    def needs_segments(self) -> str | None:
-        """The setting by which the carry depends on where segments end (`Traits.needs_segments`)."""
-        return f"{type(self).__name__}.clear_states=True" if self.clear_states else None
 
 
 def layer_indices(name: str, layers: tuple[int, ...] | None, num_layers: int) -> frozenset[int]:

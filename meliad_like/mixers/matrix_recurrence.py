@@ -28,7 +28,7 @@ from meliad_like.layers.linear_recurrence import (
     read_token,
 )
 from meliad_like.layers.sharding import num_parts
-from meliad_like.mixers.base import Mixer, Shape, StatesConfig, Traits, check_taps
+from meliad_like.mixers.base import Mixer, MixerConfig, Shape, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -118,7 +118,7 @@ class MatrixRecurrence(Mixer):
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixConfig(StatesConfig):
+class MatrixConfig(MixerConfig):
     """The config of a recurrence of matrices."""
 
     chunk_length: int = size(64, "fixed")
@@ -156,7 +156,7 @@ class MatrixConfig(StatesConfig):
         return Flops.of_products(self.projection_flops(shape) + of_rule)
 
     def traits(self, shape):
-        return Traits(states=("matrix",), needs_segments=self.needs_segments)
+        return Traits(states=("matrix",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rematerialise_iteration, row_major, rows
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts, scan_in_order
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, StatesConfig, Traits
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
 from meliad_like.mixers.sliding_window import Tile, TokenCache, WindowAttention, tokens_of, window_traits
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
@@ -327,7 +327,7 @@ class StateRecurrence(Mixer):
 
 
 @MIXERS.register("recurrent_states")
-class RecurrentStates(StatesConfig):
+class RecurrentStates(MixerConfig):
     """The recurrent layers of a Block-Recurrent Transformer, with their attention to the window."""
 
     num_states: int = size(512, "length")
@@ -377,7 +377,7 @@ class RecurrentStates(StatesConfig):
         return flops
 
     def traits(self, shape):
-        return window_traits(shape)._replace(states=("states",), needs_segments=self.needs_segments)
+        return window_traits(shape)._replace(states=("states",))
 
     def has_own_kernel(self, shape):
         return kernel_of_states(shape.attention_kernel, self.num_states, shape.head_size) is not None

@@ -24,7 +24,7 @@ from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token
 from meliad_like.layers.sharding import scan_in_order
-from meliad_like.mixers.base import MIXERS, Mixer, Shape, StatesConfig, Traits, check_taps
+from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
 
@@ -149,7 +149,7 @@ def _decay_of_released_code(key, shape, dtype):
 
 
 @MIXERS.register("rg_lru")
-class RGLRU(StatesConfig):
+class RGLRU(MixerConfig):
     """Layers with Griffin's recurrent block, the RG-LRU."""
 
     channels: int = size(0, "width")
@@ -179,4 +179,4 @@ class RGLRU(StatesConfig):
         return Flops.of_products(4 * channels * shape.model_width + 4 * channels**2 / shape.num_heads)
 
     def traits(self, shape):
-        return Traits(states=("state",), needs_segments=self.needs_segments, output_bias=True)
+        return Traits(states=("state",), output_bias=True)

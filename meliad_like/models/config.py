@@ -52,7 +52,7 @@ class ModelTraits(NamedTuple):
     """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
     states: tuple[str, ...] = ()
-    """The fields of such a memory that are states, which pass from block to block."""
+    """The fields of memories that are states, which pass from block to block."""
     overlap: int = 0
     """The number of tokens of the window before that a window repeats."""
     rate_factor: Callable[[str], float] = lambda name: 1.0

@@ -19,7 +19,7 @@ from meliad_like.layers.basic import Linear, RMSNorm, embed, parameter, scores, 
 from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
-from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape, StatesConfig, layer_indices
+from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape, layer_indices
 from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import SlidingWindow, TokenCache
@@ -67,6 +67,8 @@ class StackConfig(ModelConfig):
     """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
+    clear_states: bool = False
+    """Whether every segment begins with empty states, which measures their value beyond a segment. The window stays."""
     scan_layers: bool = resumable(False)
     """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
 
@@ -79,6 +81,11 @@ class StackConfig(ModelConfig):
     @property
     def total_layers(self) -> int:
         return self.num_layers + self.extra_layers
+
+    @property
+    def clears_states(self) -> str | None:
+        """The setting by which every segment begins with empty states; None: they pass from segment to segment."""
+        return "DecoderConfig.clear_states=True" if self.clear_states else None
 
     def shape_with(self, **derived: Any) -> Shape:
         """The sizes of the decoder, with values of the fields of `Shape` that are not those of the config."""
@@ -193,8 +200,9 @@ class DecoderConfig(StackConfig):
         return ModelTraits(
             lambda position: np.asarray(np.maximum.reduce([each.attends_to(position) for each in traits]) + 1),
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
-            needs_segments=next((each.needs_segments for each in traits if each.needs_segments), None),
+            needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
             fewest_layers=max(len(distinct_entries(self.pattern)), 1),
+            states=tuple(dict.fromkeys(name for each in traits for name in each.states)),
         )
 
     def flops(self, vocabulary_size: int) -> Flops:
@@ -245,14 +253,20 @@ class DecoderLayer(Layer):
     """
 
     def __init__(
-        self, shape: Shape, index: int, *, doubled_input: bool = False, norms_after: bool = False, rngs: nnx.Rngs
+        self,
+        shape: Shape,
+        index: int,
+        *,
+        doubled_input: bool = False,
+        norms_after: bool = False,
+        clear_states: bool = False,
+        rngs: nnx.Rngs,
     ):
         self.shape, self.doubled_input, self.norms_after = shape, doubled_input, norms_after
         mixers, d = {MIXERS.name_of(config): config for config in shape.layers[index]}, shape.model_width
         self.names = tuple(mixers)
         self.mixers = nnx.Dict({name: config.build(shape, rngs=rngs) for name, config in mixers.items()})
-        with_states = {name: config for name, config in mixers.items() if isinstance(config, StatesConfig)}
-        self.clearing = tuple(name for name, config in with_states.items() if config.clear_states)
+        self.clearing = tuple(name for name, config in mixers.items() if clear_states and config.traits(shape).states)
         """The mixers that begin every segment with an empty memory."""
         self.acts_at_blocks = any(mixer.acts_at_blocks for mixer in self.mixers.values())
         if mixers:
@@ -384,8 +398,8 @@ class Decoder(Stack):
         self.num_block_by_block = config.num_block_by_block
         doubled, after = config.layers_of("doubled_inputs"), config.layers_of("norms_after")
         for i in range(config.total_layers):
-            order = {"doubled_input": i in doubled, "norms_after": i in after}
-            yield DecoderLayer(config.shape, i, **order, rngs=rngs)
+            settings = {"doubled_input": i in doubled, "norms_after": i in after, "clear_states": config.clear_states}
+            yield DecoderLayer(config.shape, i, **settings, rngs=rngs)
 
     def published(self, carry, start) -> dict[str, Any]:
         return {

@@ -28,7 +28,6 @@ from meliad_like.mesh import lane_shards
 from meliad_like.models.config import ModelConfig
 from meliad_like.models.decoder import is_window
 from meliad_like.models.model import Model
-from meliad_like.registry import configs_in
 
 WINDOW = "window"
 """The part of a decoder's carry that is the caches of its attention to windows."""
@@ -36,15 +35,7 @@ WINDOW = "window"
 
 def cleared(model: ModelConfig) -> ModelConfig | None:
     """The same model, in which every segment begins with empty states; None if it has no states."""
-
-    def clear(part):
-        return dataclasses.replace(part, clear_states=True) if hasattr(part, "clear_states") else part
-
-    if not any(hasattr(part, "clear_states") for part in configs_in(model)):
-        return None
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    parts = {name: tuple(map(clear, value)) for name, value in values.items() if isinstance(value, tuple)}
-    return clear(dataclasses.replace(model, **parts))
+    return dataclasses.replace(model, clear_states=True) if model.traits.states else None
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:

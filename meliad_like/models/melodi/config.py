@@ -30,8 +30,6 @@ class MelodiConfig(StackConfig):
     """The number of vectors that a window adds to a long-term memory (e, the paper's L)."""
     long_slots: int = size(4096, "length")
     """The number of vectors in a long-term memory (m); the oldest are overwritten."""
-    clear_states: bool = False
-    """Whether every segment begins with empty memories, which measures their value beyond a segment."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,7 +90,7 @@ class MelodiConfig(StackConfig):
             # Earlier tokens are seen through memories alone.
             lambda position: position % self.window_length + 1,
             sequential_because="a window of a layer waits for the memory that the window before it leaves",
-            needs_segments="MelodiConfig.clear_states=True" if self.clear_states else None,
+            needs_segments=self.clears_states,
             memory="melodi",
             states=("short",),
         )

@@ -357,6 +357,7 @@ class MelodiLayer(Layer):
         """As `end_block`; the window's summary tokens are those from the layer below, and those for the next layer."""
         w, heads = self.shape.window_length, self.heads
         tokens, age = carry.window, carry.position // w
+        assert tokens is not None
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
         of_tokens = heads.placed_key(tokens.key, np.arange(w, 2 * w))

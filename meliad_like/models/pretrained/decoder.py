@@ -376,6 +376,7 @@ class RecurrentDecoder(PretrainedDecoder):
         return self.recurrence.weigh([*outputs, self.final_norm(last) if after_norm else last])
 
     def _with_outputs(self, window, places, outputs):
+        assert window.weighed is not None
         return window._replace(weighed=window.weighed.at[places].set(self._weigh(outputs)))
 
     def _begin_window(self, carry):
