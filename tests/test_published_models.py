@@ -27,6 +27,7 @@ from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
 from meliad_like.conversion.published.folder import described, normal_form
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.library import LanguageModel
 from meliad_like.run.opening import config_for_training
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
@@ -324,6 +325,18 @@ def of_bytes(tmp_path_factory):
     more = "DecoderConfig.window_length = 8", "ReaderConfig.segment_length = 24", "ReaderConfig.tokens_per_step = 192"
     steps = "TrainingConfig.num_steps = 8", "TrainingConfig.checkpoint_every = 4"
     return folder, [*others, *more, *steps]
+
+
+def test_matrices_stay_in_bfloat16_for_reading():
+    """Those of a file in bfloat16 lose nothing."""
+    lm, whole = meliad_like.load(GOLDEN / "qwen3_5", dtype="bfloat16"), meliad_like.load(GOLDEN / "qwen3_5")
+    assert {str(x.dtype) for x in jax.tree.leaves(lm.params) if x.ndim > 1} == {"bfloat16"}
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32") if x.ndim > 1 else x, whole.params)
+    same = LanguageModel(whole.opened._replace(params=rounded))
+    ids = np.arange(40)
+    np.testing.assert_allclose(lm.forward(ids).logits, same.forward(ids).logits, atol=2e-5, rtol=0)
+    with pytest.raises(UserError, match="dtype='float16' is not one of float32, bfloat16"):
+        meliad_like.load(GOLDEN / "qwen3_5", dtype="float16")
 
 
 def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path):

@@ -47,7 +47,7 @@ class Vocabulary:
     free: ClassVar[tuple[int, ...]] = ()
     """The ids that are read, but cost no loss as targets: they are neither learned nor counted by evaluations."""
     end_is_text: ClassVar[bool] = False
-    """Whether a model may write the end of a document inside of a text, because texts that it was trained on have it."""
+    """Whether a model may write the end of a document inside of a text, as texts that it was trained on have it."""
     prefix: bytes = b""
     """The bytes that `encode` puts before every text."""
 

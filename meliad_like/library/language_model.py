@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -54,15 +54,23 @@ class SearchSettings(TypedDict, total=False):
     """The number of hypotheses that are returned, `width` by default. There can be fewer."""
 
 
-def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequence[str] = ()) -> "LanguageModel":
+def load(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    gin_params: str | Sequence[str] = (),
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> "LanguageModel":
     """Opens a trained model on the first device.
 
     Args:
-      path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers (GPT-2,
-        Llama) with its tokenizer, all of them also on `gs://`.
+      path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers
+        (docs/pretrained.md) with its tokenizer, all of them also on `gs://`.
       step: which checkpoint of a training; None: the newest that is not damaged.
       gin_params: bindings that change the model's config, such as `"DecoderConfig.attention_kernel = 'none'"`, as with
         the flag `--gin_param`; one, or several.
+      dtype: that in which matrices are kept. `bfloat16` takes half of the memory, and changes nothing for a model that
+        was published in it.
 
     Raises:
       UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other
@@ -70,7 +78,14 @@ def load(path: str | Path, *, step: int | None = None, gin_params: str | Sequenc
     """
     keep_compiled_programs()
     changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
-    return LanguageModel(open_model(path, step=step, changes=changes))
+    opened = open_model(path, step=step, changes=changes)
+    if dtype == "float32":
+        return LanguageModel(opened)
+    if dtype != "bfloat16":
+        raise UserError(f"dtype={dtype!r} is not one of float32, bfloat16")
+    # Vectors are few, and some are logarithms: they stay as they are.
+    params = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, opened.params)
+    return LanguageModel(opened._replace(params=params))
 
 
 class LanguageModel:

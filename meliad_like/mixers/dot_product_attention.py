@@ -10,7 +10,6 @@ so angles never grow with the document, and no cached key is ever rotated again.
 keys, `j` that of heads of queries that share one, and `ring` the number of blocks in the cache.
 """
 
-import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -112,15 +111,15 @@ class SpanAttention(Mixer):
         query = rearrange(query, "b (g j) c w k -> c b g (j w) k", g=g)
         rate = self.shape.dropout_rate
 
-        # The weights of a block are computed again in the backward pass, so that memory is that of one block.
-        @functools.partial(jax.checkpoint, prevent_cse=c == 1)
-        def read_block(i, query, position, dropout_key):
+        def attend_block(i, query, position, dropout_key):
             near = (jax.lax.dynamic_slice_in_dim(y, i, ring, axis=2) for y in (keys, values))
             near_keys, near_values = (rearrange(y, "b g r w k -> b g (r w) k") for y in near)
             multiplier = dropout_multiplier(dropout_key, rate, (*query.shape[:-1], near_keys.shape[2]))
             near_keys, near_values, mask = near_keys.astype(x.dtype), near_values.astype(x.dtype), self._seen(position)
             return attend(query, near_keys, near_values, mask=mask, multiplier=multiplier)
 
+        # The weights of a block are computed again in the backward pass, so that memory is that of one block.
+        read_block = jax.checkpoint(attend_block, prevent_cse=c == 1)
         if c == 1:
             mixed = read_block(0, query[0], positions[:, 0], dropout_key)[None]
         else:
