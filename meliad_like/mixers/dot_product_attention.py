@@ -104,7 +104,7 @@ class SpanAttention(Mixer):
         )
         # The ring's blocks after the segment: those of the last ones that are in each.
         last = ring + c - 2 - (read[:, None] // w - 1 - np.arange(ring)) % ring
-        kept = (rearrange(_take(y, last), "b g r w k -> b g (r w) k") for y in (keys, values))
+        kept_keys, kept_values = (rearrange(_take(y, last), "b g r w k -> b g (r w) k") for y in (keys, values))
         if self.table is not None:
             keys = turned(keys, _each_block(self.table.of((np.arange(ring + c - 1) - (ring - 1)) * w)))
             query = turned(query, _each_block(self.table.of(np.arange(c) * w)))
@@ -131,7 +131,7 @@ class SpanAttention(Mixer):
 
             _, mixed = jax.lax.scan(step, None, (jnp.arange(c), query, positions.T))
         mixed = rearrange(mixed, "c b g (j w) k -> b (g j) (c w) k", w=w)
-        return self._output(mixed.astype(x.dtype), gate), AttentionCache(*kept, read)
+        return self._output(mixed.astype(x.dtype), gate), AttentionCache(kept_keys, kept_values, read)
 
     def _seen(self, position: Int[Array, " b"]) -> Bool[Array, "b 1 t s"]:
         """Which keys of the ring's blocks, the last of which is their own, the queries of a block see: those of the
