@@ -47,7 +47,7 @@ class StoreInfo:
     lengths: tuple[int, ...]
     """Number of tokens that are used of each document, from its beginning."""
     indices: tuple[int, ...]
-    """Indices of the documents in their split, where several may have the same name."""
+    """Indices of the documents in their split."""
     leaks_the_future: bool = False
     """Whether selections were made by reading the targets."""
 
