@@ -102,8 +102,8 @@ def count_by_block(
 class Mixer(nnx.Module):
     """One way in which a layer sees earlier tokens.
 
-    While decoding, a mixer's carry may have another form, with arrays that only decoding needs; it is made by
-    `begin_decoding` at the beginning of a block. A mixer without such arrays need not implement that.
+    While decoding, a mixer's carry may have another form, with arrays that only decoding needs, in fields that are None
+    in `init_carry`; `begin_decoding` makes it at the beginning of a block. Other mixers need not implement that.
     """
 
     acts_at_blocks = False
@@ -139,10 +139,6 @@ class Mixer(nnx.Module):
 
     def begin_decoding(self, carry: Carry) -> Carry:
         """The carry's form for decoding, at the beginning of a block."""
-        return carry
-
-    def end_decoding(self, carry: Carry) -> Carry:
-        """The carry's form for segments, at the beginning of a block."""
         return carry
 
     def end_block(self, carry: Carry) -> Carry:

@@ -89,9 +89,6 @@ class MemoryAttention(Mixer):
     def begin_decoding(self, carry):
         return carry._replace(window=self.window.begin_decoding(carry.window))
 
-    def end_decoding(self, carry):
-        return carry._replace(window=self.window.end_decoding(carry.window))
-
     def step(self, x, at, carry):
         window, tile, cache = self.window.attend_token(x, carry.window)
         hits = self.lookup.find(tile.query, carry.memory, carry.position)

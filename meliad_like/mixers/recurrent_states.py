@@ -312,9 +312,6 @@ class StateRecurrence(Mixer):
         window = self.window.begin_decoding(carry.window)
         return StatesCarry(window, carry.states, self.cell.heads(carry.states), previous)
 
-    def end_decoding(self, carry):
-        return StatesCarry(self.window.end_decoding(carry.window), carry.states)
-
     def step(self, x, at, carry):
         window, _, cache = self.window.attend_token(x, carry.window)
         read = self.reader(x[:, None], carry.heads.keys)

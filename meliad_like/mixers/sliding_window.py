@@ -244,9 +244,6 @@ class WindowAttention(Mixer):
     def begin_decoding(self, carry: TokenCache) -> TokenCache:
         return self.heads.begin_block(carry)
 
-    def end_decoding(self, carry: TokenCache) -> TokenCache:
-        return carry._replace(placed_key=None)
-
     end_block = begin_decoding
 
     def attend(

@@ -222,6 +222,10 @@ class Layer(Mixer):
         """The carry of `b` lanes before their first token: nothing."""
         del b, dtype
 
+    def end_decoding(self, carry: Carry) -> Carry:
+        """The carry's form for segments, from that for decoding, at the beginning of a block."""
+        return carry
+
     def begin_segment(self, carry: Carry) -> Carry:
         """The carry at the beginning of a segment."""
         return carry
@@ -300,7 +304,9 @@ class DecoderLayer(Layer):
         return {name: self.mixers[name].begin_decoding(carry[name]) for name in self.names}
 
     def end_decoding(self, carry):
-        return {name: self.mixers[name].end_decoding(carry[name]) for name in self.names}
+        """The carry without what decoding alone needs: fields that are None in a mixer's `init_carry`."""
+        empty = jax.eval_shape(lambda: self.init_carry(1, jnp.float32))
+        return jax.tree.map(lambda x, y: None if x is None else y, empty, carry, is_leaf=lambda x: x is None)
 
     def end_block(self, carry):
         return {name: self.mixers[name].end_block(carry[name]) for name in self.names}
