@@ -9,7 +9,6 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.positions import Infused, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
@@ -52,9 +51,9 @@ CONFIGS = {
         SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=4, search="bucketed")),
         attention_kernel="interpreted",
     ),
+    # Not the delta rule, whose keys have unit length: one of two channels may be almost 0, and rounding errors large.
     "recurrences in kernels": dataclasses.replace(
-        SLIDE.with_mixer(GatedDeltaRule(layers=(0,))).with_mixer(Mamba2(layers=(0,), head_size=2, state_size=2)),
-        recurrence_kernel="interpreted",
+        SLIDE.with_mixer(Mamba2(layers=(0,), head_size=2, state_size=2)), recurrence_kernel="interpreted"
     ),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,
