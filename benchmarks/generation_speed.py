@@ -16,9 +16,9 @@ from rich.console import Console
 
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
+from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
@@ -42,10 +42,18 @@ SIZES = {
     "window_length": 128,
 }
 SLIDE = DecoderConfig(**SIZES)
+
+
+def with_mixer(mixer: MixerConfig) -> DecoderConfig:
+    """The decoder with a mixer in the place of the window in layer 2."""
+    layers = ("sliding_window+feedforward", ((2,), f"{MIXERS.name_of(mixer)}+feedforward"))
+    return dataclasses.replace(SLIDE, layers=layers, mixers=(mixer,))
+
+
 CONFIGS = {
     "Slide": SLIDE,
-    "fixed:skip": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128)),
-    "lstm:dual": SLIDE.with_mixer(RecurrentStates(layers=(-2,), num_states=128, gate="lstm", cell="dual")),
+    "fixed:skip": with_mixer(RecurrentStates(num_states=128)),
+    "lstm:dual": with_mixer(RecurrentStates(num_states=128, gate="lstm", cell="dual")),
     # A quarter of the sizes of melodi/base.gin and melodi/dense_4k.gin, as the window.
     "MELODI": MelodiConfig(
         **SIZES,
@@ -56,7 +64,7 @@ CONFIGS = {
         long_length=8,
         long_slots=1024,
     ),
-    "Dense memory": dataclasses.replace(SLIDE, mixers=(SlidingWindow(), DenseMemory(layers=(2,), num_slots=1024))),
+    "Dense memory": with_mixer(DenseMemory(num_slots=1024)),
 }
 
 

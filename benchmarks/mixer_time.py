@@ -34,8 +34,8 @@ def parse(mixer: str) -> config.RunConfig:
         f"ReaderConfig.tokens_per_step = {SEGMENT.value * LANES.value}",
     )
     chunks = [f"{MIXERS[name].__name__}.chunk_length = {chunk}"] if chunk else []
-    pattern = f"DecoderConfig.pattern = ('{name}+feedforward',)"
-    return config.parse([SIZE.value], [pattern, *reader, *chunks, *GIN_PARAM.value])
+    layers = f"DecoderConfig.layers = ('{name}+feedforward',)"
+    return config.parse([SIZE.value], [layers, *reader, *chunks, *GIN_PARAM.value])
 
 
 def main(_) -> None:

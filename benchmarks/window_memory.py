@@ -47,7 +47,7 @@ def main() -> None:
     files = arguments.gin_file or ["pretrained/gpt2_small.gin", "recurrent_pretrained/tables/recurrent_300_0"]
     run = config.parse(files, arguments.gin_param)
     assert isinstance(run.model, PretrainedConfig)
-    plain = Model(dataclasses.replace(run.model, mixers=()), arguments.vocabulary_size)
+    plain = Model(dataclasses.replace(run.model, recurrence=()), arguments.vocabulary_size)
     before = planned_bytes(run, plain, 1)
     print(f"unmodified  1 window   {before / 1e6:9,.1f} MB", flush=True)
     for windows in arguments.windows:

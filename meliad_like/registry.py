@@ -20,9 +20,9 @@ from meliad_like.errors import UserError
 
 ENTRY_POINTS = "meliad_like.kinds"
 Class = TypeVar("Class", bound=type)
-ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "pattern", "fixed"]
+ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "layer_entries", "fixed"]
 """A number of tokens or of memory slots; a number of channels; the number or the size of heads; a number of layers;
-layers named by their numbers; what layers have, in a pattern; a number that all sizes of the model share."""
+layers named by their numbers; what each layer has; a number that all sizes of the model share."""
 
 
 class Registry(Mapping[str, type]):
@@ -76,16 +76,30 @@ class Registry(Mapping[str, type]):
         return next(name for name, config_class in self._classes.items() if type(config) is config_class)
 
 
-def kind_field(registry: Registry, default: Callable[[], Any], *, many: bool = False, may_change: bool = False) -> Any:
+def kind_field(
+    registry: Registry,
+    default: Callable[[], Any],
+    *,
+    many: bool = False,
+    named_in: str | None = None,
+    may_change: bool = False,
+) -> Any:
     """A dataclass field whose value is of a registered kind; with `many`, a tuple of configs of different kinds.
 
-    `may_change` is whether a run may resume with other kinds, as `resumable` of other fields.
+    In gin it is bound to the name of the kind, or to the names of all kinds of the tuple. `named_in` is a field before
+    it: the kinds of the tuple are those whose names are in the value of that field (`names_in`).
 
-    In gin the members of such a tuple are those of the default, and every kind that a file or parameter binds a field
-    of.
+    `may_change` is whether a run may resume with other kinds, as `resumable` of other fields.
     """
-    metadata = {"registry": registry, "many": many, "resumable": lambda old, new: may_change}
-    return dataclasses.field(default_factory=default, metadata=metadata)
+    metadata = {"registry": registry, "many": many or named_in is not None, "named_in": named_in}
+    return dataclasses.field(default_factory=default, metadata=metadata | {"resumable": lambda old, new: may_change})
+
+
+def names_in(value: Any) -> list[str]:
+    """The names in a text, joined by +, or in all texts inside of a tuple, in their order."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split("+")]
+    return [name for part in value for name in names_in(part)] if isinstance(value, (list, tuple)) else []
 
 
 def resumable(default: Any, when: Callable[[Any, Any], bool] = lambda old, new: True) -> Any:
@@ -142,11 +156,13 @@ def configs_in(config: Any) -> Iterator[Any]:
 def bound_fields(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """All fields of a config and of the configs in it: the name with which gin binds a field, the field, and its value.
 
-    The value of a field with a kind is the kind's name.
+    The value of a field with a kind is the kind's name. Fields whose kinds another field names are left out.
     """
     for part in configs_in(config):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
+            if field.metadata.get("named_in"):
+                continue
             if (registry := field.metadata.get("registry")) is not None:
                 value = tuple(map(registry.name_of, value)) if field.metadata["many"] else registry.name_of(value)
             if not dataclasses.is_dataclass(value):

@@ -38,5 +38,20 @@ def check_choices(config: Any) -> None:
             raise UserError(f"{_binding(config, field)} is not one of {', '.join(map(str, choices))}")
 
 
+def layer_indices(name: str, layers: Sequence[int] | None, num_layers: int) -> frozenset[int]:
+    """The layers that a field names, counted from 0; None: all layers.
+
+    Raises:
+        UserError: it names a layer that does not exist, or a layer twice.
+    """
+    if layers is None:
+        return frozenset(range(num_layers))
+    if not all(-num_layers <= layer < num_layers for layer in layers):
+        raise UserError(f"{name}={layers} names a layer that {num_layers} layers lack")
+    if len(indices := frozenset(layer % num_layers for layer in layers)) != len(layers):
+        raise UserError(f"{name}={layers} names a layer twice")
+    return indices
+
+
 def _binding(config: Any, field: str) -> str:
     return f"{type(config).__name__}.{field}={getattr(config, field)!r}"

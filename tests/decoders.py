@@ -5,22 +5,49 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.registry import names_in
+
+WINDOWS = [name for name, mixer in MIXERS.items() if mixer.has_window]
+"""The mixers with attention to the window."""
 
 
-def recurrent(config: DecoderConfig, /, feedback: str = "none", **changes) -> DecoderConfig:
-    """The config with other fields of its own, or of its recurrent states, which it gets if it has none; `feedback` is
-    which of the states other layers read."""
+def with_mixer(config: DecoderConfig, mixer: MixerConfig, layers: tuple[int, ...] | None = None) -> DecoderConfig:
+    """The config with a mixer in the layers of these numbers (None: in all that `DecoderConfig.layers` repeats): in the
+    place of the attention to the window if it has that itself, otherwise in addition to it."""
+    name = MIXERS.name_of(mixer)
+
+    def added(entry: str) -> str:
+        names = [other for other in names_in(entry) if not mixer.has_window or other not in WINDOWS]
+        return "+".join(dict.fromkeys((name, *names)))
+
+    repeated = [entry for entry in config.layers if isinstance(entry, str)]
+    pairs = [pair for pair in config.layers[len(repeated) :] if name not in names_in(pair)]
+    if layers is None:
+        repeated = [added(entry) for entry in repeated]
+    else:
+        pairs.append((layers, added(repeated[0])))
+    mixers = (*(other for other in config.mixers if type(other) is not type(mixer)), mixer)
+    return dataclasses.replace(config, layers=(*repeated, *pairs), mixers=mixers)
+
+
+def recurrent(
+    config: DecoderConfig, /, layers: tuple[int, ...] | None = None, feedback: str = "none", **changes
+) -> DecoderConfig:
+    """The config with other fields of its own, or of its recurrent states, which it gets in the first layer if it has
+    none; `layers` have states, and `feedback` is which of them other layers read."""
     of_decoder = {field.name for field in dataclasses.fields(config)}
-    states = {name: value for name, value in changes.items() if name not in of_decoder}
-    old = config.mixer(RecurrentStates) or RecurrentStates(layers=(0,))
-    mixers = (*config.without_mixer(RecurrentStates).mixers, dataclasses.replace(old, **states))
-    if feedback != "none":
-        mixers += (StateReader(which=feedback),)  # type: ignore[arg-type]
-    changes = {name: value for name, value in changes.items() if name in of_decoder}
-    return dataclasses.replace(config, mixers=mixers, **changes)
+    states = {name: changes.pop(name) for name in list(changes) if name not in of_decoder}
+    old = config.mixer(RecurrentStates) or RecurrentStates()
+    layers = layers or tuple(config.layers_with(RecurrentStates)) or (0,)
+    others = tuple(other for other in config.mixers if other != old)
+    without = tuple(entry for entry in config.layers if "recurrent_states" not in names_in(entry))
+    config = dataclasses.replace(config, layers=without, mixers=others, **changes)
+    config = with_mixer(config, dataclasses.replace(old, **states), layers)
+    return config if feedback == "none" else with_mixer(config, StateReader(which=feedback))  # type: ignore[arg-type]
 
 
 def recurrent_layers(config: DecoderConfig) -> set[int]:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from decoders import with_mixer
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig
@@ -23,8 +24,8 @@ from meliad_like.run.opening import OpenedCheckpoint
 B, C, W, V = 8, 8, 4, 64
 SIZES = {"num_layers": 1, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
 SLIDE = DecoderConfig(**SIZES, window_length=W)
-STATES = RecurrentStates(layers=(0,), num_states=4)
-SKIP = SLIDE.with_mixer(STATES)
+STATES = RecurrentStates(num_states=4)
+SKIP = with_mixer(SLIDE, STATES, (0,))
 TWO = dataclasses.replace(SKIP, num_layers=2)
 GPT2 = PretrainedConfig(**SIZES, num_key_value_heads=8, max_positions=W, window_length=W)
 LLAMA = dataclasses.replace(GPT2, architecture="llama", num_key_value_heads=4, activation="silu", tied_embedding=False)
@@ -33,27 +34,25 @@ CONFIGS = {
     "slide": SLIDE,
     "xl": dataclasses.replace(SLIDE, window_length=C * W),
     **{
-        f"{gate}:{cell}": SLIDE.with_mixer(dataclasses.replace(STATES, gate=gate, cell=cell))
+        f"{gate}:{cell}": with_mixer(SLIDE, dataclasses.replace(STATES, gate=gate, cell=cell), (0,))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
-    "slide below skip": dataclasses.replace(
-        TWO.with_mixer(dataclasses.replace(STATES, layers=(1,))), clear_states=True
-    ),
+    "slide below skip": dataclasses.replace(with_mixer(TWO, STATES, (1,)), clear_states=True),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
     "infused": dataclasses.replace(SKIP, position=Infused()),
     "kernel": dataclasses.replace(SKIP, attention_kernel="interpreted"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
-    "feedback": TWO.with_mixer(STATES).with_mixer(StateReader()),
-    "memorizing": SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=3)),
+    "feedback": with_mixer(TWO, StateReader()),
+    "memorizing": with_mixer(SLIDE, ExternalMemory(num_slots=4 * W, num_neighbors=3), (0,)),
     "memorizing in kernels": dataclasses.replace(
-        SLIDE.with_mixer(ExternalMemory(layers=(0,), num_slots=4 * W, num_neighbors=4, search="bucketed")),
+        with_mixer(SLIDE, ExternalMemory(num_slots=4 * W, num_neighbors=4, search="bucketed"), (0,)),
         attention_kernel="interpreted",
     ),
     # Not the delta rule, whose keys have unit length: one of two channels may be almost 0, and rounding errors large.
     "recurrences in kernels": dataclasses.replace(
-        SLIDE.with_mixer(Mamba2(layers=(0,), head_size=2, state_size=2)), recurrence_kernel="interpreted"
+        with_mixer(SLIDE, Mamba2(head_size=2, state_size=2)), recurrence_kernel="interpreted"
     ),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import gradient_over_segments
+from decoders import gradient_over_segments, with_mixer
 from test_attention_kernel import mean_square, trace
 
 from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads, split_heads, unit
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 
 KERNEL = functools.partial(attend_unit_in_kernel, interpret=True)
@@ -95,9 +94,11 @@ def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, ce
     b, c, w = 2, 3, DECODER.window_length
     tokens = jax.random.randint(jax.random.key(0), (2, b, c * w), 0, 32)
     start = jnp.asarray([[[1, 0, 0], [1, 0, 1]], [[0, 1, 0], [0, 0, 0]]], bool)
-    states = RecurrentStates(num_states=8, gate=gate, cell=cell, layers=(0, 1) if feedback else (0,))
-    mixers = (states, SlidingWindow(), *([StateReader(which=feedback)] if feedback else []))
-    default = dataclasses.replace(DECODER, mixers=mixers, mask_empty_cache=mask_empty_cache)
+    states = RecurrentStates(num_states=8, gate=gate, cell=cell)
+    default = dataclasses.replace(DECODER, mask_empty_cache=mask_empty_cache)
+    default = with_mixer(default, states, (0, 1) if feedback else (0,))
+    if feedback:
+        default = with_mixer(default, StateReader(which=feedback))
 
     configs = default, dataclasses.replace(default, attention_kernel="interpreted")
     results = [gradient_over_segments(config, tokens, start) for config in configs]
@@ -110,7 +111,14 @@ def test_a_training_step_is_lowered_for_tpus_without_the_states_scores(num_state
     """There is a kernel for the forward pass and one for the backward pass of the attention to the window, of tokens to
     states, among states, and of states to tokens. Both iterations of the scan call the same function, so that each of
     its kernels appears once. If the number of states is not a multiple of 128, only the window has kernels."""
-    program = trace("tpu", 256, "tpu", False, mixers=(RecurrentStates(num_states=num_states, layers=(0,)),))
+    program = trace(
+        "tpu",
+        256,
+        "tpu",
+        False,
+        layers=("recurrent_states+feedforward",),
+        mixers=(RecurrentStates(num_states=num_states),),
+    )
     program = program.lower(lowering_platforms=("tpu",)).as_text()
     assert program.count("tpu_custom_call") == kernels
     for scores in (f"3x256x{num_states}x", f"3x{num_states}x{num_states}x", f"3x{num_states}x256x"):

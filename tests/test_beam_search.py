@@ -6,6 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from decoders import with_mixer
 from families import CONFIGS, LLAMA, RECURRENCE, C, W
 
 from meliad_like.config import RunConfig
@@ -21,7 +22,7 @@ END, LENGTH, WIDTH = 5, 4, 125
 """No hypothesis is lost, if the width is that of all that go on before the last step: 5 ** 3."""
 FAMILIES = {
     **{name: CONFIGS[name] for name in ("slide", "lstm:dual", "infused", "feedback", "memorizing", "gpt2")},
-    "gated delta rule": CONFIGS["slide"].with_mixer(GatedDeltaRule(layers=(0,))),
+    "gated delta rule": with_mixer(CONFIGS["slide"], GatedDeltaRule(), (0,)),
     "shortformer": dataclasses.replace(CONFIGS["shortformer"], cutoffs=(2, 4)),
     "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),
 }

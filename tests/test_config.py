@@ -10,7 +10,6 @@ import pytest
 from meliad_like import config
 from meliad_like.config import files as config_files
 from meliad_like.errors import UserError
-from meliad_like.mixers.recurrent_states import RecurrentStates
 
 
 def write(folder, name, text):
@@ -25,6 +24,9 @@ def message(gin_files=(), gin_params=()):
     return str(caught.value)
 
 
+STATES = "DecoderConfig.layers = ('recurrent_states',)"
+
+
 @pytest.mark.parametrize(
     ("gin_params", "expected"),
     [
@@ -33,8 +35,8 @@ def message(gin_files=(), gin_params=()):
         (["DecoderConfig.num_layers = '3'"], "DecoderConfig.num_layers='3' must be int"),
         (["DecoderConfig.num_layers = True"], "DecoderConfig.num_layers=True must be int"),
         (["DecoderConfig.logit_scale = 'a'"], "DecoderConfig.logit_scale='a' must be float or None"),
-        (["RecurrentStates.layers = 1"], "RecurrentStates.layers=1 must be tuple[int, ...] or None"),
-        (["RecurrentStates.gate = 'open'"], "RecurrentStates.gate='open' must be 'fixed' or 'lstm'"),
+        (["DecoderConfig.layers = 1"], "DecoderConfig.layers=1 must be tuple["),
+        ([STATES, "RecurrentStates.gate = 'open'"], "RecurrentStates.gate='open' must be 'fixed' or 'lstm'"),
         (["DecoderConfig.num_layers = %LAYERS"], "%LAYERS has no value; bind LAYERS = ..."),
         (["LAYERS = 3"], "nothing reads LAYERS (nearest: EXTRA_LAYERS)"),
         (["EXTRA_LAYERS = 3"], "nothing reads EXTRA_LAYERS"),
@@ -71,7 +73,7 @@ def test_the_error_for_an_unknown_file_names_the_nearest(name, nearest):
 
 def test_files_that_contradict_each_other_are_named_with_their_values():
     expected = (
-        "DecoderConfig.window_length is 16 in size/tiny.gin:8 and 512 in block_recurrent/xl_512.gin:2: "
+        "DecoderConfig.window_length is 16 in size/tiny.gin:8 and 512 in block_recurrent/xl_512.gin:3: "
         "leave one of them out, or settle it with --gin_param"
     )
     assert message(["size/tiny.gin", "block_recurrent/xl_512.gin"]) == expected
@@ -220,8 +222,10 @@ def test_one_parse_leaves_nothing_behind_for_the_next():
 
 
 def test_lists_become_tuples_and_whole_numbers_floats():
-    run = config.parse(gin_params=["RecurrentStates.layers = [1, 2]", "DecoderConfig.logit_scale = 1"])
-    assert run.model.mixer(RecurrentStates).layers == (1, 2)
+    run = config.parse(
+        gin_params=["DecoderConfig.layers = ['rg_lru', [[1, 2], 'mamba2']]", "DecoderConfig.logit_scale = 1"]
+    )
+    assert run.model.layers == ("rg_lru", ((1, 2), "mamba2"))
     assert type(run.model.logit_scale) is float
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from decoders import recurrent
+from decoders import recurrent, with_mixer
 
 from meliad_like.config import RunConfig, parse
 from meliad_like.conversion.meliad import (
@@ -28,7 +28,6 @@ from meliad_like.errors import UserError
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Alibi, Infused, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
@@ -37,12 +36,12 @@ from meliad_like.run.opening import open_checkpoint
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
 V = 257
 SIZES = {"num_layers": 2, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 16, "window_length": 4}
-CONFIG = DecoderConfig(**SIZES).with_mixer(RecurrentStates(layers=(1,), num_states=3))
+CONFIG = with_mixer(DecoderConfig(**SIZES), RecurrentStates(num_states=3), (1,))
 
 
 def config_of(name):
     if name == "slide":
-        return CONFIG.without_mixer(RecurrentStates)
+        return dataclasses.replace(CONFIG, layers=DecoderConfig.layers, mixers=())
     gate, cell = name.split("_")
     return recurrent(CONFIG, gate=gate, cell=cell)
 
@@ -73,7 +72,10 @@ def test_names_there_and_back(name):
 NEWER = {
     "melodi": MelodiConfig(**SIZES, long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),
     "dense": dataclasses.replace(
-        CONFIG, mixers=(SlidingWindow(), DenseMemory(layers=(1,), num_slots=8)), doubled_inputs=(1,)
+        CONFIG,
+        layers=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
+        mixers=(DenseMemory(num_slots=8),),
+        doubled_inputs=(1,),
     ),
 }
 
@@ -228,7 +230,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(without(theirs, "transformer0/tbase/ffn/hidden0/kernel"))
     num_left = sum(name.startswith("transformer1/") for name in theirs)
     with pytest.raises(UserError, match=rf"has a tensor transformer1/.* no place for \({num_left} such tensors\)"):
-        convert(theirs, dataclasses.replace(CONFIG.without_mixer(RecurrentStates), num_layers=1))
+        convert(theirs, dataclasses.replace(config_of("slide"), num_layers=1))
     with pytest.raises(UserError, match=r"transformer0/.* has shape .*, its config asks for"):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):

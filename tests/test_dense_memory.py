@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 from ways import V, W, starts, tokens_of
 
 from meliad_like import config
@@ -22,7 +23,7 @@ M = 6
 
 @functools.cache
 def make(**changes):
-    model = Model(DecoderConfig(**SIZES, mixers=(DenseMemory(layers=None, num_slots=M, **changes),)), V)
+    model = Model(with_mixer(DecoderConfig(**SIZES), DenseMemory(num_slots=M, **changes)), V)
     return model, model.init(jax.random.key(0))
 
 
@@ -92,10 +93,9 @@ def test_a_horizon_of_segments_is_not_decoded():
         ("DenseMemory.num_slots = 0", "DenseMemory.num_slots=0 must be at least 1"),
         ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
         ("DecoderConfig.doubled_inputs = (13,)", "doubled_inputs=(13,) names a layer that 13 layers lack"),
-        ("SlidingWindow.layers = (13,)", "SlidingWindow.layers=(13,) names a layer that 13 layers lack"),
         (
-            "SlidingWindow.layers = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)",
-            "layer 7 can't have both DenseMemory and SlidingWindow",
+            "DecoderConfig.layers = ('dense_memory+sliding_window',)",
+            "dense_memory and sliding_window each have the attention to the window",
         ),
     ],
 )

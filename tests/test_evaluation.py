@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 from fake_split import FakeSplit
 from tiny_run import environment
 
@@ -42,7 +43,7 @@ class CountedSplit(FakeSplit):
 def make_model():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
     config = DecoderConfig(**sizes, window_length=WINDOW, logit_scale=1.0)
-    config = config.with_mixer(RecurrentStates(layers=(1,), num_states=4))
+    config = with_mixer(config, RecurrentStates(num_states=4), (1,))
     return Model(config, CountedSplit.vocabulary_size)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
@@ -15,8 +16,8 @@ from meliad_like.models.model import Model
 SLIDE = DecoderConfig()
 
 
-def with_states(config=SLIDE, **fields):
-    return config.with_mixer(RecurrentStates(**{"layers": (-3,)} | fields))
+def with_states(config=SLIDE, layers=(-3,), **fields):
+    return with_mixer(config, RecurrentStates(**fields), layers)
 
 
 PAPER = with_states()
@@ -56,9 +57,9 @@ def test_recurrence_costs_about_one_more_layer():
 def test_feedback_and_memory_by_hand():
     slide = 12 * 28 * 1024**2
     # Eleven layers read the states, which is a recurrent layer without its states' own 18 d².
-    assert with_states().with_mixer(StateReader()).flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
+    assert with_mixer(with_states(), StateReader()).flops(256).forward == slide + (12 * 6 + 18) * 1024**2 + LOGITS
     # 65,536 slots are 64 d, so the search is 128 d²; attention to 128 memories is d² / 2, twice with its gradient.
-    memorizing = SLIDE.with_mixer(ExternalMemory(layers=(-4,))).flops(256)
+    memorizing = with_mixer(SLIDE, ExternalMemory(), (-4,)).flops(256)
     assert memorizing.forward == slide + 128.5 * 1024**2 + LOGITS
     assert memorizing.training == 3 * (slide + LOGITS) + (128 + 2 * 0.5) * 1024**2
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 
 from meliad_like.config import RunConfig
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
@@ -31,14 +32,18 @@ from meliad_like.studies.interventions import cleared
 from meliad_like.training.checkpoints import Checkpoints
 
 W, N, V = 4, 16, 257
-CONFIG = DecoderConfig(
-    num_layers=2,
-    model_width=16,
-    num_heads=2,
-    head_size=8,
-    feedforward_width=16,
-    window_length=W,
-).with_mixer(RecurrentStates(layers=(1,), num_states=3, gate="lstm", cell="dual"))
+CONFIG = with_mixer(
+    DecoderConfig(
+        num_layers=2,
+        model_width=16,
+        num_heads=2,
+        head_size=8,
+        feedforward_width=16,
+        window_length=W,
+    ),
+    RecurrentStates(num_states=3, gate="lstm", cell="dual"),
+    (1,),
+)
 RUN = RunConfig(model=CONFIG, data=LanesReaderConfig(segment_length=N, tokens_per_step=N))
 BYTES = ByteVocabulary()
 END = BYTES.end_of_document

@@ -58,6 +58,7 @@ PARAMETERS = {
     "base.gin": SLIDE,
     "needles.gin": 4_490_380,
     "quickstart.gin": 5_031_566,
+    "quickstart_training.gin": 787_848 + 32_000 * 128,
     "recurrence_study.gin": 2_442_832,
     "option/alibi.gin": WITHOUT_POSITIONS,
     "option/alibi_fixed_bound.gin": WITHOUT_POSITIONS + 12,

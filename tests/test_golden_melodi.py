@@ -10,7 +10,6 @@ from golden_arrays import assert_gradients, below, compared_segments, train_eigh
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.melodi.decoder import MelodiCarry
@@ -33,7 +32,8 @@ CONFIGS = {
     "melodi_lm": MelodiConfig(**SIZES, long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),
     "dense_kv_lm": DecoderConfig(
         **SIZES,
-        mixers=(SlidingWindow(), DenseMemory(layers=(1,), num_slots=64, horizon="segment")),
+        layers=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
+        mixers=(DenseMemory(num_slots=64, horizon="segment"),),
         doubled_inputs=(1,),
     ),
 }

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 from golden_arrays import assert_gradients, below, compared_segments, train_eight_steps
 
 from meliad_like.conversion.meliad import from_meliad, to_meliad
@@ -120,7 +121,7 @@ def language_model(name):
     arrays = np.load(GOLDEN / f"{name}.npz")
     config = DecoderConfig(**SMALL)
     if name == "d_lm_fixed_skip":
-        config = config.with_mixer(RecurrentStates(layers=(1,), num_states=16))
+        config = with_mixer(config, RecurrentStates(num_states=16), (1,))
     model = Model(config, V)
     params = from_meliad(below(arrays, "params/"), model.abstract_params)
     return arrays, model, params

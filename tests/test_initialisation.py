@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 
 from meliad_like.conversion.meliad import to_meliad
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
-from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
@@ -40,7 +40,7 @@ def test_fresh_parameters_are_the_references(name):
         **SIZES,
     )
     if recurrent:
-        config = config.with_mixer(RecurrentStates(layers=recurrent, num_states=64, **gates))
+        config = with_mixer(config, RecurrentStates(num_states=64, **gates), recurrent)
     model = Model(config, 512)
     assert model.num_parameters == num_parameters
     ours = to_meliad(model.init(jax.random.key(0)))
@@ -73,8 +73,8 @@ def assert_alike(ours, reference):
 @pytest.mark.parametrize("cell", ["skip", "single", "dual"])
 @pytest.mark.parametrize("gate", ["fixed", "lstm"])
 def test_gates_begin_with_the_time_constants(gate, cell):
-    recurrence = RecurrentStates(layers=(0,), num_states=8, gate=gate, cell=cell, time_constants=(2.0, 1000.0))
-    model = Model(DecoderConfig(num_layers=1, **SIZES).with_mixer(recurrence), 64)
+    recurrence = RecurrentStates(num_states=8, gate=gate, cell=cell, time_constants=(2.0, 1000.0))
+    model = Model(with_mixer(DecoderConfig(num_layers=1, **SIZES), recurrence, (0,)), 64)
     states = model.bind(model.init(jax.random.key(0))).layers[0].mixers["recurrent_states"].cell
     times = np.geomspace(2, 1000, SIZES["model_width"])
     hidden = {"attention_gate": 2 * SIZES["num_heads"] * SIZES["head_size"], "feedforward_gate": 1024}
@@ -85,10 +85,9 @@ def test_gates_begin_with_the_time_constants(gate, cell):
 
 
 def test_attention_of_states_begins_with_its_scale():
-    recurrence = RecurrentStates(layers=(0,), num_states=8, attention_scale=4.0)
-    model = Model(
-        DecoderConfig(num_layers=2, **SIZES).with_mixer(recurrence).with_mixer(StateReader(attention_scale=4.0)), 64
-    )
+    recurrence = RecurrentStates(num_states=8, attention_scale=4.0)
+    config = with_mixer(DecoderConfig(num_layers=2, **SIZES), recurrence, (0,))
+    model = Model(with_mixer(config, StateReader(attention_scale=4.0)), 64)
     parameters = to_meliad(model.init(jax.random.key(0)))
     scales = {path: value for path, value in parameters.items() if "attention_scale" in path}
     of_states = {path for path in scales if "recurrent" in path or path.endswith("attention_scale2")}
@@ -97,13 +96,13 @@ def test_attention_of_states_begins_with_its_scale():
 
 
 def test_attention_of_a_dense_memory_begins_with_its_scale():
-    model = Model(DecoderConfig(num_layers=1, **SIZES, mixers=(DenseMemory(layers=None, attention_scale=4.0),)), 64)
+    model = Model(with_mixer(DecoderConfig(num_layers=1, **SIZES), DenseMemory(attention_scale=4.0)), 64)
     heads = model.init(jax.random.key(0))["layers"][0]["mixers"]["dense_memory"]["heads"]
     assert (heads["attention_scale"] == 4).all()
 
 
 MELODI = {"long_layers": (1,), "num_summaries": 32, "short_length": 32, "long_length": 16, "long_slots": 64}
-SIDE = {"mixers": (SlidingWindow(), DenseMemory(layers=(1,))), "doubled_inputs": (1,)}
+SIDE = {"layers": ("sliding_window+feedforward", ((1,), "dense_memory+feedforward")), "doubled_inputs": (1,)}
 NEWER_MODELS = {
     "melodi": MELODI,
     "dense_kv": {**SIDE, "num_layers": 3},

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from decoders import with_mixer
 from fake_split import FakeSplit
 
 from meliad_like import config
@@ -34,8 +35,8 @@ class Split(FakeSplit):
 def make():
     sizes = {"num_layers": 2, "model_width": 16, "num_heads": 2, "head_size": 8, "feedforward_width": 16}
     settings = DecoderConfig(**sizes, window_length=W, logit_scale=1.0)
-    settings = settings.with_mixer(RecurrentStates(layers=(1,), num_states=4))
-    model = Model(settings.with_mixer(ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=3)), V)
+    settings = with_mixer(settings, RecurrentStates(num_states=4), (1,))
+    model = Model(with_mixer(settings, ExternalMemory(num_slots=2 * W, num_neighbors=3), (0,)), V)
     return model, jax.jit(model.init)(jax.random.key(0))
 
 

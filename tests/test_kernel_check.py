@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import with_mixer
 
 from meliad_like.kernels import window_tpu
 from meliad_like.kernels.registry import KERNELS, RECURRENCES
@@ -61,8 +62,8 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
 
 
 def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
-    states = RecurrentStates(num_states=4, layers=(0,))
-    config = dataclasses.replace(CONFIG, mixers=(states,), dropout_rate=0.1)
+    states = RecurrentStates(num_states=4)
+    config = with_mixer(dataclasses.replace(CONFIG, dropout_rate=0.1), states, (0,))
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
     assert kernel_check._problem(config.shape, "float32", "attention", "interpreted", planned=True) is None
@@ -74,8 +75,8 @@ def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
 
 
 def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeypatch):
-    memory = ExternalMemory(num_slots=32, num_neighbors=4, search="bucketed", layers=(0,))
-    config = dataclasses.replace(CONFIG, mixers=(memory,))
+    memory = ExternalMemory(num_slots=32, num_neighbors=4, search="bucketed")
+    config = with_mixer(CONFIG, memory, (0,))
     right = KERNELS["interpreted"].memory
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
     wrong = right._replace(products=lambda query, memory, slot: right.products(query, memory, jnp.maximum(slot - 4, 0)))
@@ -87,7 +88,7 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dtype):
     mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
-    config = dataclasses.replace(CONFIG, mixers=mixers, pattern=("gated_delta_rule+mamba2",), position=Rotary())
+    config = dataclasses.replace(CONFIG, mixers=mixers, layers=("gated_delta_rule+mamba2",), position=Rotary())
     kernel_check._checked.cache_clear()
     assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "interpreted"
     assert capsys.readouterr().err == "recurrence kernel: checked on this device\n"

@@ -58,6 +58,13 @@ class Table:
     rows: int = 3
 
 
+@NETWORKS.register("rows")
+@dataclass(frozen=True)
+class Rows:
+    names: tuple[Any, ...] = ("states+lookup",)
+    memories: tuple[Any, ...] = kind_field(MEMORIES, tuple, named_in="names")
+
+
 @dataclass(frozen=True)
 class Root:
     network: Any = kind_field(NETWORKS, Stack)
@@ -86,24 +93,32 @@ def test_a_kind_is_chosen_by_its_name_and_bound_by_its_class():
     assert build(file=["Window.length = 2"]).network.memories == (Window(2),)
 
 
-def test_kinds_are_added_by_binding_one_of_their_fields():
-    made = build(base=["Lookup.size = 128"], file=["States.layers = [1]", "Gate.bias = 0"])
-    assert made.network.memories == (Window(), States((1,), gate=Gate(0.0)))
-    # The default's first, then by name; what base.gin says is a default and adds nothing.
-    made = build(base=["Lookup.size = 128"], file=["States.number = 1", "Lookup.layers = (2,)"])
-    assert made.network.memories == (Window(), Lookup((2,), 128), States(number=1))
-
-
 def test_kinds_are_chosen_by_a_list_of_names():
-    made = build(file=["Stack.memories = ['states']", "Lookup.size = 1"])
-    assert made.network.memories == (States(), Lookup(size=1))
+    chosen = "Stack.memories = ['states', 'lookup']"
+    made = build(base=["Lookup.size = 128"], file=[chosen, "States.layers = [1]", "Gate.bias = 0"])
+    assert made.network.memories == (States((1,), gate=Gate(0.0)), Lookup(size=128))
+    assert build(file=["Stack.memories = ()"]).network.memories == ()
+
+
+def test_kinds_are_named_by_another_field():
+    made = build(file=["Root.network = 'rows'", "States.layers = [1]"])
+    assert made.network == Rows(memories=(Lookup(), States((1,))))
+    made = build(file=["Rows.names = ('window+other', (3, 'lookup'))", "Lookup.size = 1"], start=Root(Rows()))
+    assert made.network.memories == (Lookup(size=1), Window())
+    # In a config that there is already, the kinds that are named again keep their values.
+    made = build(file=["Rows.names = ('states',)"], start=Root(Rows(memories=(States(number=2), Window()))))
+    assert made.network.memories == (States(number=2),)
+    assert "Rows.memories" not in config.bound_values(made) and config.rebuild(Root, config.bound_values(made)) == made
 
 
 def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
-    file = ["Layered.layers = (3,)", "States.number = 1", "Lookup.layers = (2,)"]
-    assert build(file=file).network.memories == (Window(), Lookup((2,)), States((3,), 1))
+    file = ["Stack.memories = ('lookup', 'states')", "Layered.layers = (3,)", "Lookup.layers = (2,)"]
+    assert build(file=file).network.memories == (Lookup((2,)), States((3,)))
     # base.gin gives way to a file, even where it names the kind itself.
     assert build(base=["States.layers = (1,)"], file=[*file[:2]]).network.memories[1].layers == (3,)
+
+
+STATES = "Stack.memories = 'states'"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +133,14 @@ def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
             "mine.gin:2: nothing reads Gate.bias: Root.network is 'table' (mine.gin:1), not 'stack'",
         ),
         (
+            ["Root.network = 'rows'", "Window.length = 3"],
+            "mine.gin:2: nothing reads Window.length: Rows.names is ('lookup', 'states') (the default), not 'window'",
+        ),
+        (
+            ["Root.network = 'rows'", "Rows.memories = ('window',)"],
+            "mine.gin:2: Rows.memories follows from Rows.names: bind that",
+        ),
+        (
             ["Gate.bias = 0.0"],
             "mine.gin:1: nothing reads Gate.bias: Stack.memories is 'window' (the default), not 'states'",
         ),
@@ -127,10 +150,10 @@ def test_a_field_is_bound_by_a_base_class_for_all_kinds_that_have_it():
         ),
         (["Window.lenght = 5"], "mine.gin:1: Window has no parameter lenght (nearest: length)"),
         (["Windw.length = 5"], "mine.gin:1: unknown class Windw (nearest: Window)"),
-        (["Root.network = 'tabel'"], "mine.gin:1: Root.network = 'tabel' is not one of stack, table"),
+        (["Root.network = 'tabel'"], "mine.gin:1: Root.network = 'tabel' is not one of rows, stack, table"),
         (["Stack.memories = [3]"], "mine.gin:1: Stack.memories = 3 is not one of lookup, states, window"),
-        (["States.gate = 3"], "mine.gin:1: States.gate has fields of its own: bind Gate.FIELD = ..."),
-        (["States.number = 'a'"], "mine.gin:1: States.number='a' must be int"),
+        ([STATES, "States.gate = 3"], "mine.gin:2: States.gate has fields of its own: bind Gate.FIELD = ..."),
+        ([STATES, "States.number = 'a'"], "mine.gin:2: States.number='a' must be int"),
     ],
 )
 def test_a_binding_that_nothing_reads_is_an_error(file, expected):
@@ -158,9 +181,8 @@ def test_bindings_of_base_for_other_kinds_are_defaults():
 
 def test_a_config_is_changed_by_bindings():
     start = Root(Stack(5, (Window(3), States((1,)))), 7)
-    assert build(file=["States.number = 9", "Lookup.size = 2"], start=start) == Root(
-        Stack(5, (Window(3), States((1,), 9), Lookup(size=2))), 7
-    )
+    file = ["Stack.memories = ('lookup', 'states')", "States.number = 9", "Lookup.size = 2"]
+    assert build(file=file, start=start) == Root(Stack(5, (Lookup(size=2), States((1,), 9))), 7)
     assert build(file=["Root.network = 'table'"], start=start) == Root(Table(), 7)
 
 
@@ -182,7 +204,7 @@ def test_what_is_saved_is_read_back():
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"Root.network": "tabel"}, "the saved config: Root.network = 'tabel' is not one of stack, table"),
+        ({"Root.network": "tabel"}, "the saved config: Root.network = 'tabel' is not one of rows, stack, table"),
         ({"Stack.memories": [{"size": 3}]}, "Stack.memories = {'size': 3} is not one of lookup, "),
         ({"Stack.memories": 3}, "Stack.memories = 3 is not one of lookup"),
         ({"Stack.rows": 3}, "Stack has no parameter rows"),

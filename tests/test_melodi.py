@@ -209,7 +209,7 @@ def test_a_segment_of_cleared_memories_is_a_document():
         (["MelodiConfig.long_slots = 31"], "long_slots=31 must be at least long_length=32"),
         (["MelodiConfig.num_summaries = 0"], "num_summaries=0 must be at least 1"),
         (["DecoderConfig.position = 'infused'"], "MELODI can't have position='infused'"),
-        (["DenseMemory.layers = (3,)"], "nothing reads DenseMemory.layers: RunConfig.model is 'melodi'"),
+        (["DenseMemory.num_slots = 3"], "nothing reads DenseMemory.num_slots: RunConfig.model is 'melodi'"),
         (["DecoderConfig.doubled_inputs = (3,)"], "nothing reads DecoderConfig.doubled_inputs"),
     ],
 )

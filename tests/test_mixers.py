@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from decoders import with_mixer
 from tiny_run import assert_same_bits, read_metrics, set_up, train
 from ways import (
     W,
@@ -77,7 +78,7 @@ EXAMPLES = {
     "state_reader": Example(
         StateReader(),
         "block_recurrent/feedback_fixed_skip.gin",
-        (RecurrentStates(layers=(0,), num_states=8),),
+        (RecurrentStates(num_states=8),),
     ),
     "external_memory": Example(ExternalMemory(num_slots=4 * W, num_neighbors=3), "block_recurrent/memorizing_64k.gin"),
     "gated_delta_rule": Example(GatedDeltaRule(), "mixer/gated_delta_rule.gin", sizes=FEWER_HEADS),
@@ -113,10 +114,11 @@ def decoder(name, alone=False, **sizes):
     config, needs = EXAMPLES[name].config, EXAMPLES[name].needs
     if isinstance(config, MelodiConfig):
         return dataclasses.replace(config, **sizes)
+    window, needed = DecoderConfig(**sizes), [((0,), f"{MIXERS.name_of(mixer)}+feedforward") for mixer in needs]
     if alone:
-        return DecoderConfig(**sizes, mixers=(*needs, dataclasses.replace(config, layers=None)))
-    in_second = config if isinstance(config, SlidingWindow) else dataclasses.replace(config, layers=(1,))
-    return DecoderConfig(**sizes, mixers=(*needs, SlidingWindow())).with_mixer(in_second)
+        layers = (f"{MIXERS.name_of(config)}+feedforward", *needed)
+        return dataclasses.replace(window, layers=layers, mixers=(*needs, config))
+    return with_mixer(dataclasses.replace(window, layers=(*window.layers, *needed), mixers=needs), config, (1,))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import recurrent
+from decoders import recurrent, with_mixer
 from dense_model import DenseModel
 from ways import (
     V,
@@ -47,7 +47,7 @@ SLIDE = DecoderConfig(
 CONFIGS = {
     "slide": SLIDE,
     **{
-        f"{gate}:{cell}": SLIDE.with_mixer(RecurrentStates(layers=(1,), num_states=3, gate=gate, cell=cell))
+        f"{gate}:{cell}": with_mixer(SLIDE, RecurrentStates(num_states=3, gate=gate, cell=cell), (1,))
         for gate in ("fixed", "lstm")
         for cell in ("skip", "single", "dual")
     },
@@ -61,16 +61,16 @@ CONFIGS |= {
     "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }
 THREE = {"num_layers": 3}
-BUCKETS = ExternalMemory(layers=(-2,), num_slots=2 * W, num_neighbors=4, search="bucketed")
-MEMORY = ExternalMemory(layers=(0,), num_slots=2 * W, num_neighbors=3)
+BUCKETS = ExternalMemory(num_slots=2 * W, num_neighbors=4, search="bucketed")
+MEMORY = ExternalMemory(num_slots=2 * W, num_neighbors=3)
 CONFIGS |= {
     "feedback": recurrent(SKIP, **THREE, feedback="last"),
     "feedback of the last": recurrent(CONFIGS["lstm:single"], **THREE, layers=(0, 1), feedback="last"),
     "feedback of all": recurrent(SKIP, **THREE, layers=(0, 1), feedback="all", mask_empty_cache=False),
-    "memory": SLIDE.with_mixer(MEMORY),
-    "memory of buckets": dataclasses.replace(SLIDE, mask_empty_cache=False).with_mixer(BUCKETS),
-    "memory and feedback": recurrent(SKIP, **THREE, feedback="last", position=Rotary()).with_mixer(MEMORY),
-    "memory and states": SKIP.with_mixer(MEMORY),
+    "memory": with_mixer(SLIDE, MEMORY, (0,)),
+    "memory of buckets": with_mixer(dataclasses.replace(SLIDE, mask_empty_cache=False), BUCKETS, (-2,)),
+    "memory and feedback": with_mixer(recurrent(SKIP, **THREE, feedback="last", position=Rotary()), MEMORY, (0,)),
+    "memory and states": with_mixer(SKIP, MEMORY, (0,)),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
     "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
 }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from decoders import with_mixer
 from families import BYTES, CONFIGS, SLIDE, W
 from harness_items import items
 from test_export import TEXT, sentencepiece
@@ -37,7 +38,7 @@ HYBRID = dataclasses.replace(
     SLIDE,
     mixers=(GatedDeltaRule(values_per_key=2, value_size=3, conv_length=3),),
     num_layers=4,
-    pattern=("gated_delta_rule+feedforward", "sliding_window", "recurrent_states+gated_delta_rule", "feedforward"),
+    layers=("gated_delta_rule+feedforward", "sliding_window", "recurrent_states+gated_delta_rule", "feedforward"),
     position=Rotary(),
     feedforward_bias=True,
     logit_scale=0.5,
@@ -45,7 +46,7 @@ HYBRID = dataclasses.replace(
 MODELS = {
     "slide": SLIDE,
     **{name: CONFIGS[name] for name in CONFIGS if ":" in name},
-    "delta rule": LONG.with_mixer(GatedDeltaRule(layers=(0,))),
+    "delta rule": with_mixer(LONG, GatedDeltaRule(), (0,)),
     "hybrid": HYBRID,
     "positions": dataclasses.replace(SLIDE, position=Alibi(learned_slope=True, bound="by_head")),
 }
@@ -89,7 +90,7 @@ def opened(folder):
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
         (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),
         (
-            dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),
+            dataclasses.replace(SLIDE, layers=("rg_lru", "kimi_delta_attention"), num_layers=2),
             "kimi_delta_attention and rg_lru",
         ),
     ],

@@ -65,7 +65,11 @@ BINDINGS = [
     "TrainingConfig.evaluate_every = 4",
     "TrainingConfig.keep_best = True",
 ]
-RECURRENT = ["WindowSummary.layers = (1,)", "WindowSummary.width = 6"]
+RECURRENT = [
+    "PretrainedConfig.recurrence = ('window_summary',)",
+    "WindowSummary.layers = (1,)",
+    "WindowSummary.width = 6",
+]
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,7 @@ def test_an_axis_of_one_device_changes_nothing():
         ("feedback", "decoder model: with StateReader a block waits for the layers of the one before"),
         (
             "memorizing",
-            "decoder model: with ExternalMemory.layers=(0,) a block searches the memories of the blocks before it",
+            "decoder model: with ExternalMemory a block searches the memories of the blocks before it",
         ),
         ("shortformer", "shortformer model: its windows are read one after the other"),
         ("gpt2", "pretrained model: its windows are read one after the other"),

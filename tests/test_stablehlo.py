@@ -5,6 +5,7 @@ import importlib.util
 
 import numpy as np
 import pytest
+from decoders import with_mixer
 from families import SLIDE, STATES, C, W, language_model
 
 from meliad_like.conversion.stablehlo import convert_to_stablehlo
@@ -28,7 +29,7 @@ def exported(lm, tmp_path):
 
 def test_an_exported_model_reads_and_writes_as_ours(tmp_path):
     """A layer with recurrent states and one with the window alone; two documents of segments, blocks and tokens."""
-    config = dataclasses.replace(SLIDE, num_layers=2).with_mixer(dataclasses.replace(STATES, layers=(1,)))
+    config = with_mixer(dataclasses.replace(SLIDE, num_layers=2), STATES, (1,))
     lm = language_model(config)
     model, length = exported(lm, tmp_path), 3 * C * W + W + 1
     scores = lm.score_batch([text[:length] for text in TEXTS])

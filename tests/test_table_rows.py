@@ -93,7 +93,7 @@ def test_windows_of_table_3(window):
 @pytest.mark.parametrize("number", [128, 256, 512, 1024, 2048])
 def test_states_of_table_3(number):
     model = config.parse([f"block_recurrent/table3/states_{number}"]).model
-    assert (model.window_length, states(model)) == (512, RecurrentStates(layers=(-3,), num_states=number))
+    assert (model.window_length, states(model)) == (512, RecurrentStates(num_states=number))
 
 
 @pytest.mark.parametrize("size", SIZES_OF_TABLE_4)
@@ -155,9 +155,10 @@ def test_tiny_is_every_row_made_smaller_by_one_factor():
     assert shape("xl_2048", "tiny") == (128, 128, 0, 6, 64, 2, 32)
     assert shape("fixed_skip", "small") == (1024, 128, 128, 12, 256, 4, 64)
     memory = configure(TABLES["table1"].row("memorizing_64k"), SCALES["tiny"]).model
-    assert memory.mixer(ExternalMemory) == ExternalMemory(layers=(4,), num_slots=4096, num_neighbors=8)
+    assert memory.mixer(ExternalMemory) == ExternalMemory(num_slots=4096, num_neighbors=8)
+    assert memory.layers_with(ExternalMemory) == [4]
     tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
-    assert (tall.total_layers, states(tall).layers) == (12, (4, 9))
+    assert (tall.total_layers, tall.layers_with(RecurrentStates)) == (12, [4, 9])
     assert len({configure(row, SCALES["tiny"]).data.tokens_per_step for row in ROWS.values()}) == 1
 
 

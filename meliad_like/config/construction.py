@@ -2,22 +2,22 @@
 
 A field is bound by the name of its class (`TrainingConfig.num_steps = 3`), or by that of a base class which has the
 field too, so that one binding serves all kinds of a role. Dataclasses inside a config are bound in the same way. A
-field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "decoder"`); one with `many` to the names
-of all its kinds, and a kind of which anything is bound outside `base.gin` is added to them.
+field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "decoder"`), or to the names of several;
+with `named_in` another field has these names.
 """
 
 import contextlib
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import UnionType
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from meliad_like.config.bindings import Binding, Bindings, Rank
 from meliad_like.config.files import nearest
 from meliad_like.errors import UserError
-from meliad_like.registry import Registry, default_of
+from meliad_like.registry import Registry, default_of, names_in
 
 Maker = Callable[[], Any]
 
@@ -36,13 +36,40 @@ def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     return tuple(make() for make in makers)
 
 
+class _Choice(NamedTuple):
+    """The kinds that a field has: those that a binding names, or the default ones."""
+
+    registry: Registry
+    names: tuple[str, ...]
+    key: str
+    binding: Binding | None
+
+    def __str__(self) -> str:
+        names = repr(self.names[0]) if len(self.names) == 1 else self.names
+        return f"{self.key} is {names} ({self.binding.origin if self.binding else 'the default'})"
+
+    def replaces(self, kinds: Iterable[str]) -> bool:
+        """Whether a parameter names these kinds instead of some that a file names, or a program names them."""
+        binding = self.binding
+        return binding is not None and (
+            binding.rank == Rank.PROGRAM or not set(kinds).isdisjoint(names_in(binding.replaced))
+        )
+
+
+class _Unbuilt(NamedTuple):
+    """A class of which no config was made: the choice of other kinds, the kinds that have it, and its fields."""
+
+    choice: _Choice
+    kinds: list[str]
+    fields: set[str]
+
+
 class _Builder:
     def __init__(self, bindings: Bindings):
         self._bindings = bindings
         self._read: set[str] = set()
         self._built: dict[str, type] = {}
-        # The registry, the names of its kinds that a field has, and where they were chosen.
-        self._choices: dict[str, tuple[Registry, tuple[str, ...], str]] = {}
+        self._choices: list[_Choice] = []
 
     def maker(self, start: Any) -> Maker:
         """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
@@ -52,8 +79,14 @@ class _Builder:
         for field in dataclasses.fields(config_class):
             key, binding = self._find(config_class, field.name)
             value = default_of(field) if isinstance(start, type) else getattr(start, field.name)
-            if (registry := field.metadata.get("registry")) is not None:
-                makers[field.name] = self._kinds(registry, field.metadata["many"], key, binding, value)
+            if (naming := field.metadata.get("named_in")) is not None:
+                if binding is not None:
+                    raise UserError(f"{binding.origin}: {key} follows from {config_class.__name__}.{naming}: bind that")
+                names = sorted(set(names_in(values[naming])) & set(field.metadata["registry"]))
+                makers[field.name] = self._kinds(field, names, value, *self._find(config_class, naming))
+            elif "registry" in field.metadata:
+                names = None if binding is None else _names_bound(field, key, binding)
+                makers[field.name] = self._kinds(field, names, value, key, binding)
             elif dataclasses.is_dataclass(types[field.name]):
                 if binding is not None:
                     name = types[field.name].__name__
@@ -76,63 +109,59 @@ class _Builder:
         key = min(bound, key=lambda key: self._bindings[key].rank, default=keys[0])
         return key, self._bindings.get(key)
 
-    def _kinds(self, registry: Registry, many: bool, key: str, binding: Binding | None, default: Any) -> Maker:
-        """Makes a config of a kind, or `many`, and notes which kinds they are."""
-        members = {registry.name_of(member): member for member in (default if many else [default])}
-        origin = "the default"
-        if binding is not None:
-            names, origin = binding.value, binding.origin
-            names = names if many and isinstance(names, (list, tuple)) else [names]
-            for name in names:
-                if not isinstance(name, str) or name not in registry:
-                    raise UserError(f"{origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
-            members = {name: members.get(name, registry[name]) for name in names}
-        if many:
-            bound = {key.rpartition(".")[0] for key, each in self._bindings.items() if each.rank != Rank.DEFAULT}
-            added = {name: registry[name] for name in sorted(registry) if registry[name].__name__ in bound}
-            members |= {name: config_class for name, config_class in added.items() if name not in members}
-        self._choices[key] = registry, tuple(members), origin
-        makers = list(map(self.maker, members.values()))
+    def _kinds(
+        self, field: dataclasses.Field, names: Iterable[str] | None, start: Any, key: str, binding: Binding | None
+    ) -> Maker:
+        """Makes the config of a kind, or a tuple of them, and notes the choice. `names`: the kinds; None: those of
+        `start`, which also has the values of fields that are not bound."""
+        registry, many = field.metadata["registry"], field.metadata["many"]
+        members = {registry.name_of(member): member for member in (start if many else [start])}
+        names = tuple(members if names is None else names)
+        self._choices.append(_Choice(registry, names, key, binding))
+        makers = [self.maker(members.get(name, registry[name])) for name in names]
         return (lambda: tuple(make() for make in makers)) if many else makers[0]
 
     def check_all_read(self) -> None:
-        """Raises a UserError if nothing has read a binding of a file or parameter."""
-        not_chosen = self._not_chosen()
-        for key, binding in self._bindings.items():
-            if key in self._read or binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
+        """Raises a UserError if nothing reads a binding of a file or parameter, unless a parameter or program has
+        replaced the kind whose field a file binds."""
+        unread = {key: binding for key, binding in self._bindings.items() if key not in self._read}
+        unbuilt = self._unbuilt() if unread else {}
+        for key, binding in unread.items():
+            if binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
                 continue
-            class_name, _, parameter = key.rpartition(".")
-            if class_name in self._built and parameter not in not_chosen.get(class_name, ("", (), ()))[2]:
-                hint = nearest(parameter, self._built[class_name].__dataclass_fields__)
-                raise UserError(f"{binding.origin}: {class_name} has no parameter {parameter}{hint}")
-            if class_name not in not_chosen:
-                hint = nearest(class_name, self._built | not_chosen)
-                raise UserError(f"{binding.origin}: unknown class {class_name}{hint}")
-            choice_key, kinds, _ = not_chosen[class_name]
-            choice = self._bindings.get(choice_key)
-            replaces = choice is not None and (choice.replaced in kinds or choice.rank == Rank.PROGRAM)
-            if replaces and binding.rank == Rank.FILE:
-                # A parameter that replaces a file's kind replaces its fields, too; so does a kind that a program sets.
-                continue
-            _, names, origin = self._choices[choice_key]
-            chosen = repr(names[0]) if len(names) == 1 else names
-            raise UserError(
-                f"{binding.origin}: nothing reads {key}: {choice_key} is {chosen} ({origin}), not {kinds[0]!r}"
-            )
+            owner, _, parameter = key.rpartition(".")
+            found = unbuilt.get(owner)
+            if owner in self._built and (found is None or parameter not in found.fields):
+                hint = nearest(parameter, self._built[owner].__dataclass_fields__)
+                raise UserError(f"{binding.origin}: {owner} has no parameter {parameter}{hint}")
+            if found is None:
+                raise UserError(f"{binding.origin}: unknown class {owner}{nearest(owner, self._built | unbuilt)}")
+            if binding.rank == Rank.PARAMETER or not found.choice.replaces(found.kinds):
+                raise UserError(f"{binding.origin}: nothing reads {key}: {found.choice}, not {found.kinds[0]!r}")
 
-    def _not_chosen(self) -> dict[str, tuple[str, list[str], set[str]]]:
-        """Classes by name that were not built: the field and the kinds that would have built each, and its fields."""
-        not_chosen: dict[str, tuple[str, list[str], set[str]]] = {}
-        for key, (registry, names, _) in self._choices.items():
-            of_choice: dict[str, tuple[str, list[str], set[str]]] = {}
-            for name in registry:
-                for owner, base in _owners_inside(registry[name]).items() if name not in names else ():
-                    _, kinds, fields = of_choice.setdefault(owner, (key, [], set()))
-                    kinds.append(name)
-                    fields.update(base.__dataclass_fields__)
+    def _unbuilt(self) -> dict[str, _Unbuilt]:
+        """The classes of which no config was made, by the names by which their fields are bound."""
+        unbuilt: dict[str, _Unbuilt] = {}
+        for choice in self._choices:
+            of_choice: dict[str, _Unbuilt] = {}
+            for name in choice.registry:
+                for owner, base in _owners_inside(choice.registry[name]).items() if name not in choice.names else ():
+                    found = of_choice.setdefault(owner, _Unbuilt(choice, [], set()))
+                    found.kinds.append(name)
+                    found.fields.update(base.__dataclass_fields__)
             # The choice of a part counts before that of the whole.
-            not_chosen |= of_choice
-        return not_chosen
+            unbuilt |= of_choice
+        return unbuilt
+
+
+def _names_bound(field: dataclasses.Field, key: str, binding: Binding) -> list[str]:
+    """The names of registered kinds to which a field is bound."""
+    registry, value = field.metadata["registry"], binding.value
+    names = value if field.metadata["many"] and isinstance(value, (list, tuple)) else [value]
+    for name in names:
+        if not isinstance(name, str) or name not in registry:
+            raise UserError(f"{binding.origin}: {key} = {name!r} is not one of {', '.join(sorted(registry))}")
+    return list(dict.fromkeys(names))
 
 
 def _owners_inside(config_class: type) -> dict[str, type]:

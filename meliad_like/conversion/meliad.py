@@ -200,6 +200,10 @@ def _checked(run: RunConfig, origin: str) -> StackConfig:
             f"in the reference the dense layer's input counts twice: DecoderConfig.doubled_inputs={tuple(dense)}",
         ),
         (isinstance(model, DecoderConfig) and model.norms_after, "the reference has no DecoderConfig.norms_after"),
+        (
+            isinstance(model, DecoderConfig) and model.feedforwards != SLIDE.feedforwards,
+            "the reference has plain feed-forward networks alone",
+        ),
         *(
             (getattr(model, name) != getattr(SLIDE, name), f"the reference has no DecoderConfig.{name}")
             for name in NEWER_FIELDS

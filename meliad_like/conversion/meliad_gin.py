@@ -19,6 +19,7 @@ from gin import config_parser
 from meliad_like.config import parse
 from meliad_like.config.bindings import Placeholder, statements
 from meliad_like.errors import UserError
+from meliad_like.mixers.base import MIXERS
 from meliad_like.models.model import Model
 from meliad_like.remote import write_whole
 
@@ -169,21 +170,25 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
     window, feedback = ours.pop("stack_window", 0), ours.pop("feedback", True)
     if window not in (0, ours.get("DecoderConfig.window_length")):
         problems.append(f"DecoderStack.dstack_window_length = {window}: blocks are windows")
-    if "RecurrentStates.layers" in ours:
+    layers = {"RecurrentStates": ours.pop("recurrent_layers", ()), "ExternalMemory": ours.pop("memory_layers", ())}
+    others = "sliding_window+feedforward"
+    if layers["RecurrentStates"]:
         ours = {"RecurrentStates.gate": "fixed", "RecurrentStates.cell": "dual"} | ours
         if feedback and window:
-            ours["StateReader.which"] = "last"
+            ours["StateReader.which"], others = "last", "sliding_window+state_reader+feedforward"
     side = ours.pop("side_layers", ())
     if side and "DenseMemory.horizon" in ours:
         # The additional layer comes after the layer of this index.
-        ours |= {"DecoderConfig.extra_layers": 1, "DenseMemory.layers": (side[0] + 1,)}
-        ours["DecoderConfig.doubled_inputs"] = ours["DenseMemory.layers"]
+        layers["DenseMemory"] = (side[0] + 1,)
+        ours |= {"DecoderConfig.extra_layers": 1, "DecoderConfig.doubled_inputs": layers["DenseMemory"]}
         if len(side) > 1:
             problems.append(f"TransformerStack.side_layer_indices = {side}: layers don't share their parameters")
     without_positions = ours.pop("memory_without_positions", False)
-    if "ExternalMemory.layers" in ours and not without_positions:
+    if layers["ExternalMemory"] and not without_positions:
         problems.append("DecoderStack.disable_position_encoding_for_memory_layers = False: they have no positions")
-    drop(*(name for name in ("RecurrentStates", "ExternalMemory", "DenseMemory") if f"{name}.layers" not in ours))
+    drop(*(name for name, indices in layers.items() if not indices), *({"DenseMemory"} - layers.keys()))
+    names = {mixer.__name__: name for name, mixer in MIXERS.items()}
+    pairs = [(indices, f"{names[mixer]}+feedforward") for mixer, indices in layers.items() if indices]
     if ours.get("DecoderConfig.position") == "alibi":
         ours.setdefault("Alibi.bound", "fixed" if "Alibi.fixed_bound" in ours else "learned")
     else:
@@ -191,8 +196,8 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
     if ours.get("RunConfig.schedule") in ("inverse_square_root", "constant"):
         drop("DecayingScheduleConfig")
     ours["DecoderConfig.mask_empty_cache"] = False
-    if any(key.startswith("MelodiConfig.") for key in ours):
-        ours["RunConfig.model"] = "melodi"
+    melodi = any(key.startswith("MelodiConfig.") for key in ours)
+    ours |= {"RunConfig.model": "melodi"} if melodi else {"DecoderConfig.layers": (others, *pairs)}
     task, size = ours.pop("task", None), ours.pop("vocabulary_size", None)
     if task and size:
         ours["VocabularyConfig.size_multiple"] = size

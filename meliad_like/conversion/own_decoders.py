@@ -13,6 +13,7 @@ from meliad_like.conversion.parameters import Place, to_tensors
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import FEEDFORWARDS, PlainFeedForward
 from meliad_like.mixers.base import MIXERS, Shape
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import POSITIONS, Rotary
@@ -63,6 +64,7 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts = [config.traits.needs_segments] if config.traits.needs_segments else []
         parts += [f"DecoderConfig.{name}" for name in ("doubled_inputs", "norms_after") if getattr(config, name)]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
+        parts += [FEEDFORWARDS.name_of(kind) for kind in config.feedforwards if type(kind) is not PlainFeedForward]
         for kind, name in ONLY_DEFAULTS:
             values = [getattr(x, name) for x in (config, *config.mixers) if type(x) is kind]
             default = next(default_of(field) for field in dataclasses.fields(kind) if field.name == name)
@@ -110,7 +112,7 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
 def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
     mixers = {MIXERS.name_of(mixer): MIXER_SETTINGS[type(mixer)](mixer, shape) for mixer in shape.layers[index]}
     width = sum(mixer.width(shape) for mixer in shape.layers[index])
-    return {"mixers": mixers, "width": width, "feedforward": index in shape.feedforward_layers}
+    return {"mixers": mixers, "width": width, "feedforward": shape.feedforwards[index] is not None}
 
 
 def _place(path: str) -> Place:

@@ -11,7 +11,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.registry import Registry
 from meliad_like.validation import check_choices
 
-FEEDFORWARDS = Registry("feedforward")
+FEEDFORWARDS = Registry("feed-forward network")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FeedForwardConfig:
         raise NotImplementedError
 
 
-@FEEDFORWARDS.register("plain")
+@FEEDFORWARDS.register("feedforward")
 class PlainFeedForward(FeedForwardConfig):
     """`relu(x W1) W2`."""
 
@@ -38,7 +38,7 @@ class PlainFeedForward(FeedForwardConfig):
         return Flops.of_products(4 * model_width * feedforward_width)
 
 
-@FEEDFORWARDS.register("gated")
+@FEEDFORWARDS.register("gated_feedforward")
 class GatedFeedForward(FeedForwardConfig):
     """`(activation(x W1) * x W2) W3` (Shazeer 2020)."""
 

@@ -25,7 +25,7 @@ from meliad_like.layers.feedforward import FeedForwardConfig
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import own_blocks
 from meliad_like.mixers.positions import PositionConfig
-from meliad_like.registry import Registry, size
+from meliad_like.registry import Registry
 
 MIXERS = Registry("mixer")
 
@@ -42,7 +42,6 @@ class Shape:
     head_size: int
     feedforward_width: int
     feedforward_bias: bool
-    feedforward: FeedForwardConfig
     norm_epsilon: float
     window_length: int
     dropout_rate: float
@@ -52,8 +51,8 @@ class Shape:
     position: PositionConfig
     layers: tuple[tuple["MixerConfig", ...], ...]
     """The configs of the mixers of each layer."""
-    feedforward_layers: tuple[int, ...]
-    """The layers with a feed-forward network, counted from 0."""
+    feedforwards: tuple[FeedForwardConfig | None, ...]
+    """The config of the feed-forward network of each layer; None: it has none."""
 
     @property
     def inner_width(self) -> int:
@@ -167,18 +166,12 @@ class Traits(NamedTuple):
 class MixerConfig:
     """The config of a mixer. Every field that is a size declares how it scales (`meliad_like/registry.py`)."""
 
-    layers: tuple[int, ...] | None = size((), "layer_indices")
-    """The layers that have the mixer, counted from 0; negative numbers count from the end. None: all layers. (): those
-    of `DecoderConfig.pattern`."""
-
     has_window: ClassVar[bool] = False
-    """Whether the mixer attends to the window itself. One mixer of a layer can, and `SlidingWindow` with `layers=None`
-    leaves out the layers of others."""
+    """Whether the mixer attends to the window itself, as one mixer of a layer can."""
     reads: ClassVar[str | None] = None
     """The name of the mixer whose published values it reads: that mixer's `publish(carry, start)`, a pytree with the
     lanes first, from its carry in either form, before each block; `start` are the lanes in which a document begins with
-    the block. With `layers=None` it leaves out the layers of that mixer. The layers up to the last one with that mixer
-    read a block before the next block."""
+    the block. The layers up to the last one with that mixer read a block before the next block."""
 
     def has_own_kernel(self, shape: Shape) -> bool:
         """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""
@@ -205,21 +198,6 @@ class MixerConfig:
 
     def traits(self, shape: Shape) -> Traits:
         return Traits()
-
-
-def layer_indices(name: str, layers: tuple[int, ...] | None, num_layers: int) -> frozenset[int]:
-    """The layers that a field names, counted from 0; None: all layers.
-
-    Raises:
-        UserError: it names a layer that does not exist, or a layer twice.
-    """
-    if layers is None:
-        return frozenset(range(num_layers))
-    if not all(-num_layers <= layer < num_layers for layer in layers):
-        raise UserError(f"{name}={layers} names a layer that {num_layers} layers lack")
-    if len(indices := frozenset(layer % num_layers for layer in layers)) != len(layers):
-        raise UserError(f"{name}={layers} names a layer twice")
-    return indices
 
 
 def check_taps(config: Any, shape: Shape) -> None:

@@ -149,6 +149,6 @@ class DenseMemory(MixerConfig):
         """With `horizon="segment"` a token attends to at least as many."""
         return Traits(
             attends_to=lambda position: np.minimum(position, self.num_slots),
-            sequential_because=f"with DenseMemory.layers={self.layers} a block attends to many blocks before it",
+            sequential_because="with DenseMemory a block attends to many blocks before it",
             needs_segments="DenseMemory.horizon='segment'" if self.horizon == "segment" else None,
         )

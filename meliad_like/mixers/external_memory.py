@@ -162,6 +162,6 @@ class ExternalMemory(MixerConfig):
         return WindowAttention.flops(shape) + Flops(searching + attention, attention)
 
     def traits(self, shape):
-        reason = f"with ExternalMemory.layers={self.layers} a block searches the memories of the blocks before it"
+        reason = "with ExternalMemory a block searches the memories of the blocks before it"
         needs_segments = "ExternalMemory.update='segment'" if self.update == "segment" else None
         return window_traits(shape)._replace(sequential_because=reason, needs_segments=needs_segments)

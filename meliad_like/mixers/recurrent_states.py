@@ -407,8 +407,6 @@ class FeedbackReader(Mixer):
 class StateReader(MixerConfig):
     """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
 
-    layers: tuple[int, ...] | None = size(None, "layer_indices")
-    """The layers that read states. None: all layers without states."""
     which: Literal["last", "all"] = "last"
     """Whether they read the states of the last recurrent layer, or of all of them."""
     attention_scale: float = 1.0

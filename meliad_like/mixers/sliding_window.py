@@ -20,7 +20,6 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
 from meliad_like.mixers.positions import NoPosition, Position
-from meliad_like.registry import size
 
 
 class TokenCache(NamedTuple):
@@ -315,10 +314,6 @@ def window_traits(shape: Shape) -> Traits:
 @MIXERS.register("sliding_window")
 class SlidingWindow(MixerConfig):
     """Attention to the `window_length` tokens before each token."""
-
-    layers: tuple[int, ...] | None = size(None, "layer_indices")
-    """The layers that attend to the window alone; negative numbers count from the end. None: those of
-    `DecoderConfig.pattern`, or without a pattern all layers that have no other mixer with attention to the window."""
 
     has_window: ClassVar[bool] = True
 

@@ -15,22 +15,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from meliad_like.errors import UserError
 from meliad_like.layers.basic import Linear, RMSNorm, embed, parameter, scores, split_key, tiled_dropout
-from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig, PlainFeedForward
+from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
-from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape, layer_indices
+from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape
 from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
-from meliad_like.mixers.sliding_window import SlidingWindow, TokenCache
+from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
-from meliad_like.models.pattern import distinct_entries, named_mixers, place_mixers
-from meliad_like.registry import bound_values, kind_field, may_change, resumable, size
-from meliad_like.validation import check_above_zero, check_not_negative
+from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer
+from meliad_like.registry import Registry, bound_values, kind_field, may_change, names_in, resumable, size
+from meliad_like.validation import check_above_zero, check_not_negative, layer_indices
 
 zeros = jax.nn.initializers.zeros
-NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon", "feedforward")
+NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon")
 """Fields of published models, which other programs' forms of our decoders lack."""
 HOW_IT_READS = ("window_length", "activation_dtype", "dropout_rate", "chunk_length", "clear_states", "span")
 """Fields that a published model does not determine."""
@@ -61,8 +62,6 @@ class StackConfig(ModelConfig):
     """Whether the softmax shares the embedding."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in the norms of layers, and in the last one."""
-    feedforward: FeedForwardConfig = kind_field(FEEDFORWARDS, PlainFeedForward)
-    """The kind of the feed-forward networks."""
     feedforward_bias: bool = False
     """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
@@ -100,12 +99,15 @@ class DecoderConfig(StackConfig):
     The defaults are the paper's 12-layer model with a sliding window.
     """
 
-    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, lambda: (SlidingWindow(),), many=True)
-    """The mixers: the ways in which layers see earlier tokens (`meliad_like/mixers`)."""
-    pattern: tuple[str, ...] = size((), "pattern")
-    """What each layer has, repeated from the first layer to the last: the names of its mixers, and `feedforward`,
-    joined by +, such as ("rg_lru+feedforward", "rg_lru+feedforward", "sliding_window+feedforward"). Mixers that it does
-    not name are in the layers that they name themselves. (): all layers have a feed-forward network."""
+    layers: tuple[str | Pair, ...] = size(("sliding_window+feedforward",), "layer_entries")
+    """What each layer has: the names of mixers and of a feed-forward network, joined by +. These entries are repeated
+    from the first layer to the last; pairs behind them, such as ((-3,), "recurrent_states+feedforward"), say what the
+    layers of these numbers have instead, counted from 0 or, if negative, from the end."""
+    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, tuple, named_in="layers")
+    """The mixers that `layers` names: the ways in which layers see earlier tokens (`meliad_like/mixers`). Those that
+    are not given have their defaults."""
+    feedforwards: tuple[FeedForwardConfig, ...] = kind_field(FEEDFORWARDS, tuple, named_in="layers")
+    """The feed-forward networks that `layers` names, in the same way."""
     doubled_inputs: tuple[int, ...] = size((), "layer_indices")
     """The layers whose input is added to their output once more, as to that of google-research/meliad's dense memory;
     negative numbers count from the end."""
@@ -124,12 +126,11 @@ class DecoderConfig(StackConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "pattern", tuple(self.pattern))
-        # In the order of their names, so that equal decoders are equal configs.
-        mixers = sorted(named_mixers(self.mixers, self.pattern), key=MIXERS.name_of)
-        object.__setattr__(self, "mixers", tuple(mixers))
+        for field, registry in (("mixers", MIXERS), ("feedforwards", FEEDFORWARDS)):
+            object.__setattr__(self, field, tuple(self._named(registry, getattr(self, field))))
+        shape = self.shape
         for config in self.mixers:
-            config.check(self.shape)
+            config.check(shape)
         for name in ("doubled_inputs", "norms_after"):
             self.layers_of(name)
 
@@ -147,8 +148,38 @@ class DecoderConfig(StackConfig):
     @functools.cached_property
     def shape(self) -> Shape:
         """The sizes of the decoder, and what its layers have."""
-        layers, feedforward_layers = place_mixers(self.mixers, self.pattern, self.total_layers)
-        return self.shape_with(layers=layers, feedforward_layers=feedforward_layers)
+        mixers, networks = zip(*map(self._parts, entries_by_layer(self.layers, self.total_layers)))
+        in_layers = {mixer: None for layer in mixers for mixer in layer}
+        for mixer in in_layers:
+            if mixer.reads and mixer.reads not in map(MIXERS.name_of, in_layers):
+                raise UserError(f"{type(mixer).__name__} reads what {mixer.reads} publishes: name that in a layer too")
+        return self.shape_with(layers=mixers, feedforwards=networks)
+
+    def _named(self, registry: Registry, given: tuple[Any, ...]) -> list[Any]:
+        """The configs of a registry that `layers` names: those given, or the defaults. They are in the order of their
+        names, so that equal decoders are equal configs."""
+        configs, names = {registry.name_of(config): config for config in given}, set(names_in(self.layers))
+        if len(configs) < len(given):
+            raise UserError(f"{given} has two configs of the same class")
+        for name, config in configs.items():
+            if name not in names and config != type(config)():
+                raise UserError(f"{config} has no effect: DecoderConfig.layers does not name {name}")
+        return [configs.get(name, registry[name]()) for name in sorted(names & set(registry))]
+
+    def _parts(self, entry: str) -> tuple[tuple[MixerConfig, ...], FeedForwardConfig | None]:
+        """The mixers of a layer, in the order of their names, and its feed-forward network."""
+        names = set(names_in(entry))
+        if unknown := names - set(MIXERS) - set(FEEDFORWARDS):
+            known = ", ".join((*MIXERS, *FEEDFORWARDS))
+            raise UserError(f"DecoderConfig.layers names {min(unknown)!r}, which is not one of {known}")
+        mixers = tuple(mixer for mixer in self.mixers if MIXERS.name_of(mixer) in names)
+        networks = [network for network in self.feedforwards if FEEDFORWARDS.name_of(network) in names]
+        windows = [MIXERS.name_of(mixer) for mixer in mixers if mixer.has_window]
+        if len(windows) > 1:
+            raise UserError(f"a layer can't be {entry}: {' and '.join(windows)} each have the attention to the window")
+        if len(networks) > 1:
+            raise UserError(f"a layer can't be {entry}: it has {len(networks)} feed-forward networks")
+        return mixers, networks[0] if networks else None
 
     def determined(self, other: "DecoderConfig") -> list[str]:
         """The names of the fields in which another decoder differs, besides those of `HOW_IT_READS` and those that may
@@ -173,16 +204,6 @@ class DecoderConfig(StackConfig):
         """The config of the mixer of this class; None if the decoder has none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, kind)), None)
 
-    def with_mixer(self, mixer: MixerConfig) -> "DecoderConfig":
-        """The same decoder with this mixer, which replaces a mixer of the same class or is added."""
-        others = (other for other in self.mixers if type(other) is not type(mixer))
-        return dataclasses.replace(self, mixers=(*others, mixer))
-
-    def without_mixer(self, kind: type[MixerConfig]) -> "DecoderConfig":
-        """The same decoder without the mixer of this class."""
-        others = tuple(other for other in self.mixers if not isinstance(other, kind))
-        return dataclasses.replace(self, mixers=others)
-
     def publishers(self) -> dict[str, list[int]]:
         """The layers that publish what mixers of other layers read, by the name of the publishing mixer."""
         reads = {mixer.reads for mixer in self.mixers} - {None}
@@ -201,7 +222,7 @@ class DecoderConfig(StackConfig):
             lambda position: np.asarray(np.maximum.reduce([each.attends_to(position) for each in traits]) + 1),
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
             needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
-            fewest_layers=max(len(distinct_entries(self.pattern)), 1),
+            fewest_layers=len(distinct_entries(self.layers)),
             states=tuple(dict.fromkeys(name for each in traits for name in each.states)),
         )
 
@@ -234,19 +255,15 @@ class Layer(Mixer):
 class ResidualFeedForward(nnx.Module):
     """`x + feedforward(norm(x))`, or with `norm_after` `x + norm(feedforward(x))`."""
 
-    def __init__(self, shape: Shape, *, norm_after: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: FeedForwardConfig, shape: Shape, *, norm_after: bool = False, rngs: nnx.Rngs):
         d, self.dropout_rate, self.norm_after = shape.model_width, shape.dropout_rate, norm_after
         self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
-        self.network = shape.feedforward.build(d, shape.feedforward_width, bias=shape.feedforward_bias, rngs=rngs)
+        self.network = config.build(d, shape.feedforward_width, bias=shape.feedforward_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
         with jax.named_scope("feedforward"):
             y = self.norm(self.network(x)) if self.norm_after else self.network(self.norm(x))
             return x + tiled_dropout(y, self.dropout_rate, dropout_key)
-
-    @staticmethod
-    def flops(shape: Shape) -> Flops:
-        return shape.feedforward.flops(shape.model_width, shape.feedforward_width)
 
 
 class DecoderLayer(Layer):
@@ -278,14 +295,14 @@ class DecoderLayer(Layer):
             bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
             self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
             self.output = Linear(width, d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
-        has_feedforward = index in shape.feedforward_layers
-        feedforward = ResidualFeedForward(shape, norm_after=norms_after, rngs=rngs) if has_feedforward else None
-        self.feedforward = feedforward
+        network, order = shape.feedforwards[index], {"norm_after": norms_after}
+        self.feedforward = ResidualFeedForward(network, shape, **order, rngs=rngs) if network else None
 
     @staticmethod
     def flops(shape: Shape, index: int) -> Flops:
         """The operations of one token in layer `index`."""
-        flops = ResidualFeedForward.flops(shape) if index in shape.feedforward_layers else Flops(0, 0)
+        network = shape.feedforwards[index]
+        flops = network.flops(shape.model_width, shape.feedforward_width) if network else Flops(0, 0)
         for config in shape.layers[index]:
             flops += config.flops(shape) + Flops.of_products(2 * config.width(shape) * shape.model_width)
         return flops

@@ -11,6 +11,7 @@ from meliad_like.config.run import RunConfig, read_changes, with_changes
 from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
+from meliad_like.models.notation import smaller
 from meliad_like.registry import configs_in, rule_of
 from meliad_like.trackers import TensorBoard
 
@@ -53,27 +54,27 @@ class Divisors:
                 return layers
             return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
 
-        def pattern(whole: tuple[Any, ...]) -> tuple[Any, ...]:
-            # Where the layers are too few for the whole pattern, they are one of each of its kinds.
-            return whole if fewer(model.num_layers) >= len(whole) else tuple(dict.fromkeys(whole))
+        def entries(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+            extra = model.total_layers - model.num_layers
+            return smaller(layers, model.total_layers, self.layers, fewer(model.num_layers) + extra)
 
         rules = {
             "length": shorter,
             "width": lambda value: value // self.divisor,
             "heads": lambda value: value // root,
             "layers": fewer,
-            "pattern": pattern,
+            "layer_entries": entries,
             "layer_indices": named,
         }
         # Configs inside that of the reader have lengths too, such as those of windows with spans.
         _, *inside_reader = configs_in(run.data)
-        smaller = {
+        sizes = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))
             for part in (*configs_in(model), *inside_reader, run.stages)
             for size in dataclasses.fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }
-        return smaller | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
+        return sizes | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:

@@ -6,7 +6,6 @@ from meliad_like.conversion.published.family import Family, Part, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
 from meliad_like.conversion.published.parts import BLOCK, full_span, gated_network, linear, rotary
 from meliad_like.errors import UserError
-from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.models.decoder import DecoderConfig
@@ -57,7 +56,6 @@ class FalconH1Family(Family):
             raise UserError(f"{fields.owner}: we can't honour attention_bias and projectors_bias together")
         before, normed = fields("mamba_norm_before_gate", bool, True), fields("mamba_rms_norm", bool, False)
         attention = DotProductAttention(
-            layers=(),
             span=full_span(fields),
             num_key_heads=fields("num_key_value_heads", int, h),
             input_bias=bias,
@@ -65,7 +63,6 @@ class FalconH1Family(Family):
             **rotary(fields),
         )
         recurrence = Mamba2(
-            layers=(),
             num_heads=heads,
             head_size=size,
             state_size=state_size,
@@ -84,9 +81,8 @@ class FalconH1Family(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=fields("head_dim", int, d // h),
-            pattern=("dot_product_attention+mamba2+feedforward",),
+            layers=("dot_product_attention+mamba2+gated_feedforward",),
             mixers=(attention, recurrence),
-            feedforward=GatedFeedForward(),
             feedforward_bias=of_network,
             embedding_scale=factor(fields, "embedding_multiplier"),
             logit_scale=factor(fields, "lm_head_multiplier"),

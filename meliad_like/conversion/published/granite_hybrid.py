@@ -6,7 +6,6 @@ from meliad_like.conversion.published.family import Family, Part, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
 from meliad_like.conversion.published.parts import BLOCK, full_span, layer_types, linear, rotary, shortest_period
 from meliad_like.errors import UserError
-from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.models.decoder import DecoderConfig
@@ -50,7 +49,6 @@ class GraniteHybridFamily(Family):
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         of_inputs = fields("mamba_proj_bias", bool, False)
         attention = DotProductAttention(
-            layers=(),
             span=full_span(fields),
             num_key_heads=fields("num_key_value_heads", int, h),
             input_bias=bias,
@@ -59,7 +57,6 @@ class GraniteHybridFamily(Family):
             **positions,
         )
         recurrence = Mamba2(
-            layers=(),
             num_heads=mamba_heads,
             head_size=size,
             state_size=state_size,
@@ -78,9 +75,8 @@ class GraniteHybridFamily(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=d // h,
-            pattern=shortest_period([f"{mixers[kind][0]}+feedforward" for kind in kinds]),
+            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
-            feedforward=GatedFeedForward(),
             embedding_scale=fields("embedding_multiplier", float, 1.0),
             logit_scale=1 / fields("logits_scaling", float, 1.0),
             norm_epsilon=epsilon,

@@ -69,7 +69,6 @@ class Mamba2Family(Family):
             "time_step_rank",
         )
         mixer = Mamba2(
-            layers=(),
             num_heads=h,
             head_size=p,
             state_size=n,
@@ -86,7 +85,7 @@ class Mamba2Family(Family):
             model_width=d,
             num_heads=h,
             head_size=p,
-            pattern=("mamba2",),
+            layers=("mamba2",),
             mixers=(mixer,),
             logit_scale=1.0,
             norm_epsilon=epsilon,

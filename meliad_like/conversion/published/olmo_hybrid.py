@@ -14,7 +14,6 @@ from meliad_like.conversion.published.parts import (
     shortest_period,
 )
 from meliad_like.errors import UserError
-from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.decoder import DecoderConfig
@@ -56,7 +55,6 @@ class OlmoHybridFamily(Family):
         kinds = layer_types(fields, layers, default if layers > 3 else [*default[:-1], "attention"])
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         attention = DotProductAttention(
-            layers=(),
             span=full_span(fields),
             num_key_heads=fields("num_key_value_heads", int, h),
             norm="all",
@@ -66,7 +64,6 @@ class OlmoHybridFamily(Family):
             **rotary(fields),
         )
         recurrence = GatedDeltaRule(
-            layers=(),
             num_key_heads=key_heads,
             key_size=key_size,
             values_per_key=value_heads // key_heads,
@@ -83,10 +80,9 @@ class OlmoHybridFamily(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=d // h,
-            pattern=shortest_period([f"{mixers[kind][0]}+feedforward" for kind in kinds]),
+            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
             norms_after=after,
-            feedforward=GatedFeedForward(),
             logit_scale=1.0,
             norm_epsilon=epsilon,
             tied_embedding=fields("tie_word_embeddings", bool, False),

@@ -15,7 +15,6 @@ from meliad_like.conversion.published.parts import (
     shortest_period,
 )
 from meliad_like.errors import UserError
-from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.decoder import DecoderConfig
@@ -64,7 +63,6 @@ class Qwen35Family(Family):
         kinds = layer_types(fields, layers, default)
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         attention = DotProductAttention(
-            layers=(),
             span=full_span(fields),
             num_key_heads=g,
             norm="head",
@@ -75,7 +73,6 @@ class Qwen35Family(Family):
             **rotary(fields, base=10_000_000.0, share=0.25),
         )
         recurrence = GatedDeltaRule(
-            layers=(),
             num_key_heads=key_heads,
             key_size=key_size,
             values_per_key=value_heads // key_heads,
@@ -90,9 +87,8 @@ class Qwen35Family(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=k,
-            pattern=shortest_period([f"{mixers[kind][0]}+feedforward" for kind in kinds]),
+            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
-            feedforward=GatedFeedForward(),
             logit_scale=1.0,
             norm_epsilon=epsilon,
             tied_embedding=fields("tie_word_embeddings", bool, False),

@@ -41,14 +41,13 @@ class RecurrentGemmaFamily(Family):
             "w_init_variance_scale", "final_w_init_variance_scale", "embeddings_scale_by_sqrt_dim", "sliding_window"
         )
         attention = DotProductAttention(
-            layers=(),
             span=span,
             num_key_heads=fields("num_key_value_heads", int, h),
             input_bias=fields("attention_bias", bool, False),
             output_bias=True,
             **rotary(fields, share=0.5),
         )
-        recurrence = RGLRU(layers=(), channels=fields("lru_width", int, d), conv_length=taps)
+        recurrence = RGLRU(channels=fields("lru_width", int, d), conv_length=taps)
         mixers = {"recurrent": recurrence, "attention": attention}
         used = kinds[:layers]
         return DecoderConfig(
@@ -58,9 +57,9 @@ class RecurrentGemmaFamily(Family):
             feedforward_width=f // 2,
             num_heads=h,
             head_size=d // h,
-            pattern=tuple(f"{MIXERS[kind]}+feedforward" for kind in used),
+            layers=tuple(f"{MIXERS[kind]}+gated_feedforward" for kind in used),
             mixers=tuple(mixers[kind] for kind in sorted(set(used))),
-            feedforward=GatedFeedForward(activation="gelu_tanh"),
+            feedforwards=(GatedFeedForward(activation="gelu_tanh"),),
             feedforward_bias=True,
             embedding_scale=float(np.sqrt(d).astype(ml_dtypes.bfloat16)),
             logit_scale=1.0,

@@ -1,22 +1,26 @@
 """The config of MELODI, and its operations."""
 
 import functools
+from typing import ClassVar
 
 from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import Shape, layer_indices
+from meliad_like.mixers.base import Shape
 from meliad_like.mixers.positions import POSITIONS
 from meliad_like.models.config import MODELS, ModelTraits
 from meliad_like.models.decoder import StackConfig
 from meliad_like.registry import size
-from meliad_like.validation import check_positive
+from meliad_like.validation import check_positive, layer_indices
 
 
 @MODELS.register("melodi")
 class MelodiConfig(StackConfig):
     """A decoder whose layers all have MELODI's memories, by default of the sizes in the reference's code."""
+
+    feedforward: ClassVar[FeedForwardConfig] = PlainFeedForward()
 
     feedforward_bias: bool = True
     long_layers: tuple[int, ...] = size((), "layer_indices")
@@ -49,9 +53,8 @@ class MelodiConfig(StackConfig):
     @functools.cached_property
     def shape(self) -> Shape:
         """The sizes of the decoder, whose layers have no mixers."""
-        layers = range(self.total_layers)
-        no_kernels = {"attention_kernel": "none", "recurrence_kernel": "none"}
-        return self.shape_with(layers=((),) * len(layers), feedforward_layers=tuple(layers), **no_kernels)
+        n, no_kernels = self.total_layers, {"attention_kernel": "none", "recurrence_kernel": "none"}
+        return self.shape_with(layers=((),) * n, feedforwards=(self.feedforward,) * n, **no_kernels)
 
     def is_last(self, index: int) -> bool:
         """Whether nothing reads what layer `index` would make of the summary tokens."""

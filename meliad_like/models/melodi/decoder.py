@@ -139,7 +139,7 @@ class MelodiLayer(Layer):
         self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
         self.heads = TokenHeads(shape, rngs=rngs)
         self.output = Linear(inner, d, ("heads", "model"), rngs=rngs)
-        self.feedforward = ResidualFeedForward(shape, rngs=rngs)
+        self.feedforward = ResidualFeedForward(config.feedforward, shape, rngs=rngs)
         u, r, e = config.num_summaries, config.short_length, config.long_length
         self.long = index in config.long_indices
         sizes = (shape.window_length, u)

@@ -10,12 +10,11 @@ from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
-from meliad_like.mixers.base import layer_indices
 from meliad_like.models.config import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
 from meliad_like.models.model import block_offset
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.registry import kind_field, resumable, size
-from meliad_like.validation import check_positive
+from meliad_like.validation import check_positive, layer_indices
 
 DECODER_FIELDS = (
     "architecture",

@@ -1,0 +1,63 @@
+"""The notation for what each layer of a stack has (`DecoderConfig.layers`).
+
+An entry names all that a layer has, joined by +, such as "sliding_window+feedforward". The entries of a stack are
+repeated from the first layer to the last. Behind them may follow pairs of layers, by their numbers, and the entry that
+these layers have instead.
+"""
+
+from collections.abc import Sequence
+
+from meliad_like.errors import UserError
+from meliad_like.validation import layer_indices
+
+Pair = tuple[tuple[int, ...], str]
+"""Layers, counted from 0, negative numbers from the end, and their entry."""
+
+
+def entries_by_layer(layers: Sequence[str | Pair], num_layers: int) -> list[str]:
+    """The entry of each layer.
+
+    Raises:
+        UserError: no entry is repeated, or more than there are layers, or a pair names no layer, or one that does not
+            exist or that a pair has named before.
+    """
+    repeated, pairs = _parts(layers)
+    if not repeated or any(isinstance(pair, str) for pair in pairs):
+        raise UserError(f"DecoderConfig.layers={layers} must begin with entries, such as 'sliding_window+feedforward'")
+    if len(repeated) > num_layers:
+        raise UserError(f"DecoderConfig.layers has {len(repeated)} entries, and the decoder has {num_layers} layers")
+    entries = [repeated[i % len(repeated)] for i in range(num_layers)]
+    for indices, entry in pairs:
+        if not indices:
+            raise UserError(f"DecoderConfig.layers names no layer for {entry!r}")
+        for i in indices:
+            entries[i % num_layers] = entry
+    layer_indices("DecoderConfig.layers", [i for indices, _ in pairs for i in indices], num_layers)
+    return entries
+
+
+def distinct_entries(layers: Sequence[str | Pair]) -> tuple[str, ...]:
+    """The different entries, in their order: the shortest stack with all kinds of layers."""
+    return tuple(dict.fromkeys(entry if isinstance(entry, str) else entry[1] for entry in layers))
+
+
+def smaller(layers: Sequence[str | Pair], num_layers: int, divisor: int, fewer: int) -> tuple[str | Pair, ...]:
+    """The notation for a stack of `fewer` layers that has every kind of layer of the whole stack.
+
+    The numbers of layers are divided by `divisor`. Where that leaves out an entry, each entry has one layer at least.
+    """
+    repeated, pairs = _parts(layers)
+    if divisor > 1:
+        pairs = [(tuple(dict.fromkeys(i % num_layers // divisor for i in indices)), entry) for indices, entry in pairs]
+    named = [i for indices, _ in pairs for i in indices]
+    divided = (*(repeated if len(repeated) <= fewer else dict.fromkeys(repeated)), *pairs)
+    whole = set(entries_by_layer(layers, num_layers))
+    if len(set(named)) == len(named) and set(entries_by_layer(divided, fewer)) == whole:
+        return divided
+    return tuple(entry for entry in distinct_entries(layers) if entry in whole)
+
+
+def _parts(layers: Sequence[str | Pair]) -> tuple[list[str], list[Pair]]:
+    """The entries that are repeated, and the pairs behind them."""
+    repeated = [entry for entry in layers if isinstance(entry, str)]
+    return repeated, list(layers[len(repeated) :])  # type: ignore[return-value]  # checked by `entries_by_layer`

@@ -1,0 +1,194 @@
+"""The notation for which layer of a decoder has what, against literal lists."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from meliad_like import config
+from meliad_like.errors import UserError
+from meliad_like.mixers.base import MIXERS
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
+from meliad_like.mixers.sliding_window import SlidingWindow
+from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.model import Model
+from meliad_like.models.notation import distinct_entries, entries_by_layer, smaller
+from meliad_like.run.shrinking import shrink
+
+SIZES = {
+    "num_layers": 6,
+    "model_width": 16,
+    "num_heads": 2,
+    "head_size": 8,
+    "feedforward_width": 24,
+    "window_length": 4,
+}
+HYBRID = ("gated_delta_rule+feedforward", "gated_delta_rule+feedforward", "sliding_window+feedforward")
+WINDOW, STATES = "sliding_window+feedforward", "recurrent_states+feedforward"
+
+
+def names(decoder):
+    """The names of each layer's mixers, joined by +."""
+    return ["+".join(map(MIXERS.name_of, mixers)) for mixers in decoder.shape.layers]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (("a",), ["a", "a", "a", "a", "a"]),
+        (("a", "a", "b"), ["a", "a", "b", "a", "a"]),
+        (("a", ((-2,), "b")), ["a", "a", "a", "b", "a"]),
+        (("a", "b", ((0, 4), "c"), ((-4,), "d")), ["c", "d", "a", "b", "c"]),
+        (("a", ((0, 1, 2, 3, 4), "b")), ["b", "b", "b", "b", "b"]),
+    ],
+)
+def test_the_entries_of_five_layers(layers, expected):
+    assert entries_by_layer(layers, 5) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "divisor", "fewer", "expected"),
+    [
+        (("a", ((-3,), "b")), 1, 12, ("a", ((-3,), "b"))),
+        (("a", ((-3,), "b")), 4, 3, ("a", ((2,), "b"))),
+        (("a", ((-3, -1), "b")), 4, 3, ("a", ((2,), "b"))),
+        (("a", "a", "a", "b"), 4, 3, ("a", "b")),
+        # Where pairs would take each other's layer, or leave none to another entry, there is one layer of each kind.
+        (("a", ((4,), "b"), ((5,), "c")), 4, 3, ("a", "b", "c")),
+        (("a", ((0, 4, 8), "b")), 4, 3, ("a", "b")),
+        # An entry that no layer of the whole stack has is in none of the smaller one.
+        (("a", (tuple(range(12)), "b")), 4, 3, ("a", ((0, 1, 2), "b"))),
+    ],
+)
+def test_a_smaller_stack_of_twelve_layers_keeps_all_entries(layers, divisor, fewer, expected):
+    assert smaller(layers, 12, divisor, fewer) == expected
+    assert set(entries_by_layer(expected, fewer)) == set(entries_by_layer(layers, 12))
+
+
+def test_what_layers_have_are_the_configs_of_the_names():
+    decoder = DecoderConfig(**SIZES, layers=(WINDOW, "feedforward", ((-1,), f"state_reader+{STATES}")))
+    assert names(decoder) == [
+        "sliding_window",
+        "",
+        "sliding_window",
+        "",
+        "sliding_window",
+        "recurrent_states+state_reader",
+    ]
+    assert decoder.mixers == (RecurrentStates(), SlidingWindow(), StateReader())
+    assert decoder.num_block_by_block == 6
+    assert all(network is not None for network in decoder.shape.feedforwards)
+    assert DecoderConfig(**SIZES, layers=("rg_lru",)).shape.feedforwards == (None,) * 6
+
+
+def test_a_layer_has_the_parameters_of_what_its_entry_names_and_no_others():
+    decoder = DecoderConfig(**SIZES, layers=("gated_delta_rule", "feedforward", "sliding_window+gated_delta_rule"))
+    layers = Model(decoder, 50).abstract_params["layers"]
+    assert set(layers[0]) == {"norm", "mixers", "output"} and set(layers[0]["mixers"]) == {"gated_delta_rule"}
+    assert set(layers[1]) == {"feedforward"}
+    assert set(layers[2]["mixers"]) == {"gated_delta_rule", "sliding_window"}
+    # A layer without attention carries none of it, also while decoding.
+    carry = Model(decoder, 50).abstract_carry(1, decoding=True)
+    assert set(carry.layers[0]) == {"gated_delta_rule"} and not jax.tree.leaves(carry.layers[1])
+
+
+def test_in_gin_the_named_mixers_are_bound_by_their_classes():
+    bound = [f"DecoderConfig.layers = {HYBRID}", "GatedDeltaRule.conv_length = 2"]
+    decoder = config.parse([], bound).model
+    assert names(decoder) == ["gated_delta_rule", "gated_delta_rule", "sliding_window"] * 4
+    assert decoder.mixers == (GatedDeltaRule(conv_length=2), SlidingWindow())
+    # Another choice for a saved config keeps the mixers that both have.
+    changes = config.read_changes([], [f"DecoderConfig.layers = ('{WINDOW}', ((0,), 'gated_delta_rule'))"])
+    assert changes(decoder).mixers == decoder.mixers
+    assert changes(DecoderConfig(layers=(STATES,))).mixers == (GatedDeltaRule(), SlidingWindow())
+
+
+def test_a_smaller_model_keeps_all_kinds_of_layers():
+    run = config.parse([], [f"DecoderConfig.layers = {HYBRID}"])
+    assert names(shrink(run).model) == ["gated_delta_rule", "gated_delta_rule", "sliding_window"]
+    ten = config.parse(
+        [], [f"DecoderConfig.layers = {HYBRID + HYBRID + HYBRID + HYBRID[:1]}", "DecoderConfig.num_layers = 10"]
+    )
+    assert set(names(shrink(ten).model)) == {"gated_delta_rule", "sliding_window"}
+    two = config.parse([], [f"DecoderConfig.layers = ('{WINDOW}', ((4,), '{STATES}'), ((5,), 'mamba2'))"])
+    assert set(names(shrink(two).model)) == {"sliding_window", "recurrent_states", "mamba2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layers": ("window+feedforward",)},
+            "layers names 'window', which is not one of .*sliding_window.*feedforward",
+        ),
+        ({"layers": ("sliding_window+",)}, "layers names '', which is not one of"),
+        ({"layers": HYBRID * 3}, "layers has 9 entries, and the decoder has 6 layers"),
+        ({"layers": ()}, r"layers=\(\) must begin with entries"),
+        ({"layers": (((0,), STATES),)}, "must begin with entries, such as 'sliding_window"),
+        ({"layers": (WINDOW, ((0,), STATES), WINDOW)}, "must begin with entries"),
+        ({"layers": (WINDOW, ((), STATES))}, "layers names no layer for 'recurrent_states"),
+        ({"layers": (WINDOW, ((6,), STATES))}, r"layers=\[6\] names a layer that 6 layers lack"),
+        ({"layers": (WINDOW, ((0, -6), STATES))}, r"layers=\[0, -6\] names a layer twice"),
+        ({"layers": (WINDOW, ((0,), STATES), ((0,), "mamba2"))}, r"layers=\[0, 0\] names a layer twice"),
+        ({"layers": ("recurrent_states+sliding_window",)}, "each have the attention to the window"),
+        ({"layers": ("sliding_window+state_reader",)}, "StateReader reads what recurrent_states publishes"),
+        ({"mixers": (GatedDeltaRule(conv_length=2),)}, "has no effect: DecoderConfig.layers does not name gated_delta"),
+        ({"mixers": (SlidingWindow(), SlidingWindow())}, "two configs of the same class"),
+    ],
+)
+def test_mistakes(changes, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(DecoderConfig(**SIZES), **changes)
+
+
+@pytest.mark.parametrize(
+    ("files", "parameters", "expected"),
+    [
+        (
+            ["block_recurrent/fixed_skip.gin", "block_recurrent/slide_12l.gin"],
+            [],
+            r"DecoderConfig.layers is .* in block_recurrent/fixed_skip.gin:2 and .* in block_recurrent/slide_12l.gin:2",
+        ),
+        (
+            ["block_recurrent/slide_12l.gin"],
+            ["RecurrentStates.num_states = 3"],
+            r"nothing reads RecurrentStates.num_states: DecoderConfig.layers is 'sliding_window' \(block_recurrent/sli",
+        ),
+        (
+            [],
+            ["DecoderConfig.mixers = ('sliding_window',)"],
+            "DecoderConfig.mixers follows from DecoderConfig.layers: bind that",
+        ),
+        ([], ["RecurrentStates.layers = (-3,)"], "nothing reads RecurrentStates.layers: DecoderConfig.layers is 'slid"),
+        ([], ["DecoderConfig.layers = 'mamba2'"], "DecoderConfig.layers='mamba2' must be tuple"),
+        ([], ["DecoderConfig.layers = ((-3, 'mamba2'),)"], "must be tuple"),
+    ],
+)
+def test_a_choice_that_is_made_twice_or_has_no_effect_is_an_error(files, parameters, expected):
+    with pytest.raises(UserError, match=expected):
+        config.parse(files, parameters)
+
+
+def test_a_parameter_replaces_a_files_choice_with_its_fields():
+    slide = config.parse(["block_recurrent/slide_12l.gin"])
+    assert config.parse(["block_recurrent/fixed_skip.gin"], [f"DecoderConfig.layers = ('{WINDOW}',)"]) == slide
+
+
+METHODS = [name for name in config.shipped_files() if name.startswith(("block_recurrent/", "mixer/"))]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "block_recurrent/fixed_skip.gin"])
+def test_a_method_added_to_the_quickstart_is_that_method_or_an_error_that_names_both(method):
+    deep, folder = ["DecoderConfig.num_layers = 8"], method.partition("/")[0]
+    both = rf"is .* in \S+\.gin:\d+ and .* in {folder}/\w+\.gin:\d+: leave"
+    if method.startswith(("block_recurrent/xl", "block_recurrent/memorizing")):
+        # The window is another one.
+        with pytest.raises(UserError, match=both):
+            config.parse(["quickstart_training.gin", method], deep)
+    else:
+        alone, added = config.parse([method]).model, config.parse(["quickstart_training.gin", method], deep).model
+        assert distinct_entries(added.layers) == distinct_entries(alone.layers)
+        assert set(map(type, added.mixers)) == set(map(type, alone.mixers))
+    with pytest.raises(UserError, match=both):
+        config.parse(["quickstart.gin", method], deep)
