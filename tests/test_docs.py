@@ -109,6 +109,15 @@ def test_examples_in_docstrings_are_indented():
         assert not re.search(r"(?m)^(import \w|\w+ = |\w[\w.]*\(.*\)$)", docstring), path
 
 
+def test_docstrings_stand_alone():
+    """Their first lines, also those of fields, are sentences or noun phrases, and do not end the line above them."""
+    for path in (ROOT / "meliad_like").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                fragment = re.match(r"(Of|Whose|That|Those) .*", node.value.value)
+                assert fragment is None, f"{path.relative_to(ROOT)}:{node.lineno}: {fragment[0]}"
+
+
 def test_the_pages_are_short():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS

@@ -170,17 +170,17 @@ class _Specs(NamedTuple):
 
     grid: tuple[int, int, int]
     of_head: Callable[[int], pl.BlockSpec]
-    """Of an array [b, h, n, size]."""
+    """The specification of an array [b, h, n, size], by the size of its last axis."""
     of_group: Callable[[int], pl.BlockSpec]
-    """Of an array [b, g, n, size]."""
+    """The specification of an array [b, g, n, size], by the size of its last axis."""
     of_chunk: Callable[[int], pl.BlockSpec]
-    """Of an array [b, c, g, r, t, size]."""
+    """The specification of an array [b, c, g, r, t, size], by the size of its last axis."""
     values: pl.BlockSpec
-    """Of an array [b, h, n, p]."""
+    """The specification of an array [b, h, n, p]."""
     states: pl.BlockSpec
-    """Of an array [b, h, c, p, k]."""
+    """The specification of an array [b, h, c, p, k]."""
     matrix: pl.BlockSpec | None
-    """Of an array [b, h, p, k]."""
+    """The specification of an array [b, h, p, k]."""
     inputs: Chunk
 
 

@@ -20,10 +20,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Options(NamedTuple):
-    """What is known when the kernels are compiled."""
+    """The settings that are known when the kernels are compiled."""
 
     dtype: Any
-    """That of the factors of products. Products of float32 are those of the platform's default."""
+    """The dtype of the factors of products. Products of float32 have the precision of the platform's default."""
     values: int
     """The number of channels of a value that one program carries through a segment."""
     slice: int
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk's tokens do with the states of a head."""
+    """The inputs of a chunk: the rule that its tokens apply to the states of a head."""
 
     query: Any
     """[t, k]"""
@@ -49,11 +49,12 @@ class Chunk(NamedTuple):
     of_queries: Any
     """[t, t]: the products of queries with keys, times the decay between the two; 0 above the diagonal."""
     of_keys: Any
-    """[t, t]: those of keys with keys, of which those on the diagonal don't matter. None: without strength."""
+    """[t, t]: the products of keys with keys, times the decay between the two; the diagonal is not used. None: without
+    strength."""
     decay: Any
-    """[t, e]: of the state, from the chunk's beginning to each token."""
+    """[t, e]: the decay of the state from the chunk's beginning to each token."""
     until_end: Any
-    """[t, e]: from each token to the chunk's end."""
+    """[t, e]: the decay from each token to the chunk's end."""
 
 
 def product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0), precision=None) -> Array:

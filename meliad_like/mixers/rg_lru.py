@@ -31,12 +31,13 @@ from meliad_like.validation import check_not_negative, check_positive
 EXPONENT = 8.0
 """The constant c of equation 3."""
 LARGEST_DERIVATIVE = 1000.0
-"""Of the square root, whose argument is close to 0 where a channel hardly forgets."""
+"""Upper bound of the derivative of `bounded_sqrt`. Without it the gradient of a channel that hardly forgets (`a` close
+to 1) is unbounded."""
 zeros = jax.nn.initializers.zeros
 
 
 class RGLRUCarry(NamedTuple):
-    """What passes from token to token."""
+    """The carry of the recurrence, which passes from token to token."""
 
     state: Float[Array, "b channels"]
     """The states, float32."""
@@ -77,7 +78,7 @@ class RecurrentBlock(Mixer):
         first = first[..., None]
         recurrence, input_gate = (jax.nn.sigmoid(gate(u)) for gate in (self.recurrence_gate, self.input_gate))
         log_decay = -EXPONENT * recurrence * jax.nn.softplus(self.decay[...])
-        # Not 1 - a^2, which has no correct digit left where a is close to 1.
+        # `1 - a**2` would have no correct digit left where a is close to 1.
         factor = jnp.where(first, 1, bounded_sqrt(-jnp.expm1(2 * log_decay)))
         return jnp.where(first, 0, jnp.exp(log_decay)), factor * input_gate * u
 
@@ -138,7 +139,7 @@ def _bounded_sqrt_jvp(primals, tangents):
 
 
 def _compose(first, second):
-    """h -> a h + b of earlier tokens, and then of later ones."""
+    """Composes two maps h -> a h + b: that of earlier tokens, and then that of later ones."""
     (a, b), (later_a, later_b) = first, second
     return a * later_a, later_a * b + later_b
 

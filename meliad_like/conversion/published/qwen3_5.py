@@ -22,7 +22,7 @@ from meliad_like.models.decoder import DecoderConfig
 
 @register
 class Qwen35Family(Family):
-    """Of a model that also sees pictures, the language model alone, which is written as qwen3_5_text."""
+    """Qwen3.5. A model that also sees pictures is opened as its language model alone, and written as qwen3_5_text."""
 
     model_types = ("qwen3_5", "qwen3_5_text")
 
