@@ -113,7 +113,11 @@ def test_docstrings_stand_alone():
     """Their first lines, also those of fields, are sentences or noun phrases, and do not end the line above them."""
     for path in (ROOT / "meliad_like").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 fragment = re.match(r"(Of|Whose|That|Those) .*", node.value.value)
                 assert fragment is None, f"{path.relative_to(ROOT)}:{node.lineno}: {fragment[0]}"
 
