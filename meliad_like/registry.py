@@ -21,8 +21,12 @@ from meliad_like.errors import UserError
 ENTRY_POINTS = "meliad_like.kinds"
 Class = TypeVar("Class", bound=type)
 ScalesAs = Literal["length", "width", "heads", "layers", "layer_indices", "layer_entries", "fixed"]
-"""A number of tokens or of memory slots; a number of channels; the number or the size of heads; a number of layers;
-layers named by their numbers; what each layer has; a number that all sizes of the model share."""
+"""The rule by which a field shrinks with the model.
+
+`length`: a number of tokens or of memory slots. `width`: a number of channels. `heads`: the number or the size of
+heads. `layers`: a number of layers. `layer_indices`: layers named by their numbers. `layer_entries`: an entry for each
+layer. `fixed`: a number that all sizes of the model share.
+"""
 
 
 class Registry(Mapping[str, type]):

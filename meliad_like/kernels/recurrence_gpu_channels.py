@@ -143,7 +143,7 @@ def products_by_channel_in_kernel(
     log_decay: Float[Array, "b c h 1 t k"],
 ) -> Products:
     """What `decayed_products` gives, where each head has its queries and keys; products of a key with itself are 0."""
-    # What is below is a decay of 0 in float32 in any case.
+    # exp(-128) is rounded to 0 in float32, so that the bound changes no decay.
     return _products(options, Channels(query, key, jnp.maximum(log_decay, -128)))
 
 

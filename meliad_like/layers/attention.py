@@ -24,9 +24,9 @@ from meliad_like.layers.basic import SOFTMAX, UNIT, for_all
 MASKED = -np.inf
 """The score of a masked key, whose weight is exactly 0."""
 LOWEST = float(np.finfo(np.float32).min)
-"""What is subtracted from scores that are all masked: a finite number, so that all weights are 0."""
+"""The number that is subtracted from scores that are all masked: it is finite, so that all weights are 0."""
 UNIT_EPSILON = 1e-6
-"""Added to a squared length before its inverse square root is taken."""
+"""The epsilon of `unit`: it is added to a squared length before its inverse square root is taken."""
 
 
 class KeysAndValues(NamedTuple):
@@ -35,14 +35,14 @@ class KeysAndValues(NamedTuple):
     key: Float[Array, "*batch h s k"]
     value: Float[Array, "*batch h s k"]
     visible: Bool[Array, "*batch"] | None = None
-    """None: they are always visible."""
+    """Whether they are visible; None: always."""
 
 
 @jax.custom_jvp
 def unit(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
     """`x` scaled to unit length per head (Henry et al. 2020); the length is computed in float32.
 
-    Its derivative is computed from the result, which attention keeps in any case.
+    Its derivative is computed from the result, which attention keeps anyway.
     """
     return unit_and_factor(x)[0]
 

@@ -1,4 +1,4 @@
-"""What is computed differently on some platforms: one named choice for each, with what it does and why.
+"""Computations that differ between platforms: one named choice for each, with what it does and why.
 
 Results are the same but for rounding. A choice is made while a program is traced.
 """
@@ -12,7 +12,7 @@ MOST_UNROLLED = 8
 def platform() -> str:
     """The platform for which the traced program is compiled: `cpu`, `gpu` or `tpu`.
 
-    That is JAX's default platform, or the platform of the mesh, whose devices may be only planned and not present.
+    It is JAX's default platform, or the platform of the mesh, whose devices may be only planned and not present.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

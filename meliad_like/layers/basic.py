@@ -46,7 +46,7 @@ fan_in = fan_in_scaled(1.0)
 
 
 Kind = Literal["matrix", "table", "filter", "bias", "scale", "rate"]
-"""What a parameter is; optimizers ask for it (`optimization/optimizers.py`).
+"""The kind of a parameter, which optimizers ask for (`optimization/optimizers.py`).
 
 `matrix`: a factor of products with activations; more than two axes are several matrices. `table`: vectors that are
 looked up, of tokens, positions or states. `filter`: those of a convolution. `bias`: what is added to activations, gates
@@ -295,7 +295,7 @@ class LayerNorm(RMSNorm):
 
 @jax.custom_jvp
 def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The larger of `x` and 0; its derivative needs only the result, which the next linear map keeps in any case."""
+    """The larger of `x` and 0; its derivative needs only the result, which the next linear map keeps anyway."""
     return jnp.maximum(x, 0)
 
 
@@ -334,12 +334,12 @@ def dropout_multiplier(
 
 
 def kept_by_dropout(key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
-    """What dropout keeps, at random; None without a key."""
+    """A random array, True where dropout keeps a value; None without a key."""
     return None if key is None or rate == 0.0 else jax.random.bernoulli(key, 1.0 - rate, shape)
 
 
 def multiplier_of(kept: Bool[Array, "..."] | None, rate: float, dtype: Any = jnp.float32) -> Array | None:
-    """The array by which dropout multiplies, from what it keeps."""
+    """The array by which dropout multiplies, from the result of `kept_by_dropout`."""
     return None if kept is None else jnp.where(kept, 1.0 / (1.0 - rate), 0.0).astype(dtype)
 
 

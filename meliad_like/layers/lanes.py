@@ -1,4 +1,4 @@
-"""The lanes of a carry, each of which is the memory of one text: they are taken, joined and chosen.
+"""Functions that take, join and choose lanes of a carry, each of which is the memory of one text.
 
 A carry is a pytree of arrays with the lane axis first.
 """
@@ -35,7 +35,10 @@ def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
 
 @runtime_checkable
 class HasBackup(Protocol):
-    """A part of a carry so large that a copy of it costs, while reading a segment changes little of it."""
+    """A part of a carry that is too large to copy at every step.
+
+    A step that may be discarded backs up only the blocks that it overwrites.
+    """
 
     def with_backup(self, num_tokens: int) -> tuple[Any, Any]:
         """The part to read `num_tokens` tokens with, and a copy of all that this can change."""

@@ -29,7 +29,7 @@ from meliad_like.layers.sharding import from_left, scan_in_order
 
 
 class Rule(NamedTuple):
-    """What a token does with the states of all heads, float32; `n` stands for any axes of tokens."""
+    """The effect of tokens on the states of all heads, float32; `n` stands for any axes of tokens."""
 
     query: Float[Array, "b g n k"]
     key: Float[Array, "b g n k"]
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     log_decay: Float[Array, "b h n e"]
     """The logarithm of alpha."""
     strength: Float[Array, "b h n 1"] | None
-    """beta; None: the values are written as they are."""
+    """The strength beta; None: the values are written as they are."""
 
 
 def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array, "b h p k"], Float[Array, "b h p"]]:
@@ -45,7 +45,7 @@ def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array
 
     Args:
         matrix: the states before it.
-        rule: of the token, without the axis of tokens.
+        rule: the rule of the token, without the axis of tokens.
     """
     group = rule.value.shape[1] // rule.query.shape[1]
     query, key = (jnp.repeat(x, group, axis=1) for x in (rule.query, rule.key))
@@ -68,7 +68,7 @@ def read_chunks(
     the g_t k_t need no S_0. So all chunks are computed at once, except for the states with which each begins.
 
     Args:
-        rule: of the segment's tokens.
+        rule: the rule of the segment's tokens.
         matrix: the states before it.
         start: blocks with which a document begins.
         chunk: tokens of a chunk, a power of two that divides a block.
@@ -129,7 +129,7 @@ def transposed(x: Float[Array, "... i j"]) -> Float[Array, "... j i"]:
 def written(
     update: Float[Array, "*batch r t p"], key: Float[Array, "*batch 1 t k"], until_end: Float[Array, "*batch r t e"]
 ) -> Float[Array, "*batch r p k"]:
-    """What is left of the updates of a chunk's tokens at its end; the smaller factor is decayed."""
+    """The part of the updates of a chunk's tokens that is left at its end; the smaller factor is decayed."""
     if until_end.shape[-1] == 1:
         return transposed(update * until_end) @ key
     return transposed(update) @ (key * until_end)
@@ -147,7 +147,7 @@ def decayed_products(
       The products of each of `readers`; the decay of a chunk's state up to each token, and from each token to the end.
     """
     groups, t = key.shape[2], key.shape[-2]
-    # What is below is a decay of 0 in float32 in any case.
+    # exp(-128) is about 3e-56, which is rounded to 0 in float32: the bound changes no decay, and keeps sums finite.
     log_decay = jnp.maximum(log_decay, -128)
     if log_decay.shape[-1] > 1 and fills_whole_triangles():
         return _whole_products_by_channel(readers, key, log_decay)
@@ -229,7 +229,7 @@ def _whole_products_by_channel(
     key: Float[Array, "*batch 1 t k"],
     log_decay: Float[Array, "*batch r t k"],
 ) -> tuple[list[Float[Array, "*batch r t t"]], Float[Array, "*batch r t k"], Float[Array, "*batch r t k"]]:
-    """`decayed_products` with a decay for each channel as above; the blocks of one size have a product together."""
+    """`products_by_channel` for accelerators: the blocks of one size have a product together."""
     t = key.shape[-2]
     token, earlier = np.arange(t)[:, None], np.arange(t)
 
@@ -273,8 +273,8 @@ def _solve_jvp(primals, tangents):
 def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
     """The inverse of lower triangular matrices with a diagonal of ones, for a power of two `t`, by products of blocks.
 
-    Not `jax.scipy.linalg.solve_triangular`: on CPUs it waits in threads of XLA's pool for other threads of this pool,
-    and a training on two cores was seen to wait forever (jaxlib 0.10.2).
+    On CPUs `jax.scipy.linalg.solve_triangular` waits in threads of XLA's pool for other threads of this pool, and a
+    training on two cores was seen to wait forever (jaxlib 0.10.2).
     """
     t = system.shape[-1]
     if t == 1 or fills_whole_triangles():
@@ -288,7 +288,7 @@ def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Ar
 
 
 def _inverse_of_whole(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
-    """As above, where the blocks of all sizes stay in their places: `inverse` is that of the blocks on the diagonal."""
+    """As `inverse_of_unit_triangular`, of whole matrices: `inverse` is that of the blocks on the diagonal."""
     block = np.arange(system.shape[-1]) // 2
     inverse = 2 * jnp.eye(len(block)) - jnp.where(block[:, None] == block, system, 0)
     while block[-1]:

@@ -51,7 +51,7 @@ def token_losses(
             target_logits = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0), axis=-1)
         highest = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), SOFTMAX)
         total = checkpoint_name(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1), SOFTMAX)
-        # On a CPU argmax takes many times as long as the maximum, which the softmax needs in any case.
+        # On a CPU argmax takes many times as long as the maximum, which the softmax needs anyway.
         log_sums = jnp.log(total) + highest
         return TokenLosses(log_sums - target_logits, target_logits >= highest, log_sums)
 
@@ -81,8 +81,8 @@ def divisor(n: int, at_most: int) -> int:
 
 
 def in_slices(function, length: int, *arrays):
-    """`function` of slices of `length` along the second axis; the backward pass computes each slice again. What
-    `function` has named `SOFTMAX` is kept, so that the logits are computed again, but not their softmax's sums."""
+    """`function` of slices of `length` along the second axis; the backward pass computes each slice again. Values that
+    `function` has named `SOFTMAX` are kept, so that the logits are computed again, but not their softmax's sums."""
     b, n = arrays[0].shape[:2]
     if length == n:
         return function(*arrays)

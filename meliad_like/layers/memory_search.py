@@ -102,14 +102,14 @@ def _merge_buckets(best, scores: Float[Array, "b h s t"], slot: Int[Array, " s"]
 def products(
     query: Float[Array, "b h t k"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
 ) -> Float[Array, "b h t j"]:
-    """The inner products of each query with what is in its slots."""
+    """The inner products of each query with the vectors in its slots."""
     return jnp.einsum("bhtk,bhtjk->bhtj", query, _recall(memory, slot), preferred_element_type=jnp.float32)
 
 
 def mix(
     weights: Float[Array, "b h t j"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
 ) -> Float[Array, "b h t k"]:
-    """The sum of what is in each query's slots, times the weights: the transpose of `products`."""
+    """The sum of the vectors in each query's slots, times the weights: the transpose of `products`."""
     weights = weights.astype(memory.dtype)
     return jnp.einsum("bhtj,bhtjk->bhtk", weights, _recall(memory, slot), preferred_element_type=jnp.float32)
 
@@ -158,7 +158,7 @@ class Lookup(NamedTuple):
         return self.operations.mix(of_score, memory.key, hits.slot).astype(cotangent.dtype)
 
     def _weigh(self, hits: Hits, dtype: Any) -> tuple[Float[Array, "b h t j"], Float[Array, "b h t 1"]]:
-        """`attention.weigh`; what was not found has a weight of 0."""
+        """`attention.weigh`; memories that were not found have a weight of 0."""
         is_hit = hits.score > -jnp.inf
         weights, total = weigh(jnp.where(is_hit, hits.score, MASKED if self.mask_empty else 0), dtype)
         return jnp.where(is_hit, weights, 0), total
@@ -275,8 +275,8 @@ class Backup(NamedTuple):
 
 
 def back_up(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: int) -> Backup:
-    """Copies what reading blocks of `w` tokens can overwrite: the slots from `position` on, a multiple of `w`, and the
-    first ones, to which documents are written that begin in the segment. Blocks may be copied twice."""
+    """Copies the blocks that reading blocks of `w` tokens can overwrite: the slots from `position` on, a multiple of
+    `w`, and the first ones, to which documents are written that begin in the segment. Blocks may be copied twice."""
     num_slots = memory.key.shape[2]
     offsets = w * jnp.arange(num_blocks)[:, None]
     starts = jnp.concatenate([position + offsets, jnp.zeros_like(position) + offsets]) % num_slots

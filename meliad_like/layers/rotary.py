@@ -39,7 +39,7 @@ class FactorScaling(RotaryScaling):
     """The base class of scalings by a factor."""
 
     factor: float = 1.0
-    """How many times as long windows may be."""
+    """The factor by which windows may be longer."""
 
     def __post_init__(self):
         if not self.factor >= 1:
@@ -90,9 +90,9 @@ class Llama3Scaling(ScalingByParts):
     """The scaling of Llama 3.1, by how often a wavelength fits into the original window."""
 
     low_frequency_factor: float = 1.0
-    """Wavelengths that fit less often are multiplied by the factor."""
+    """The limit of long wavelengths: those that fit into the original window less often are scaled."""
     high_frequency_factor: float = 4.0
-    """Wavelengths that fit more often stay the same."""
+    """The limit of short wavelengths: those that fit into the original window more often stay the same."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,9 +116,9 @@ class YarnScaling(ScalingByParts):
     """
 
     fast_turns: float = 32.0
-    """Pairs that turn more often than this in the original window stay the same (the paper's beta)."""
+    """The limit of short wavelengths: pairs that turn more often in the original window stay as they are (beta)."""
     slow_turns: float = 1.0
-    """Wavelengths of pairs that turn less often are multiplied by the factor (the paper's alpha)."""
+    """The limit of long wavelengths: those of pairs that turn less often are multiplied by the factor (alpha)."""
     whole_limits: bool = True
     """Whether the limits are rounded to whole numbers of pairs, outwards."""
     scale: float | None = None

@@ -30,7 +30,7 @@ from meliad_like.registry import Registry
 MIXERS = Registry("mixer")
 
 Carry = Any
-"""A pytree of arrays with the lane axis first."""
+"""The carry of a mixer: a pytree of arrays with the lane axis first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +66,15 @@ class Shape:
 
 
 class At(NamedTuple):
-    """Where the tokens are that a layer reads, and what other layers have published for them."""
+    """The positions of the tokens that a layer reads, and the values that other layers publish for them."""
 
     positions: Int[Array, "b c"] | Int[Array, " b"]
-    """The number of tokens of the document before each block of the whole segment; while decoding, before the token. A
-    mixer does not count by it: studies give it the memory of another place, so it counts in its own carry (`count`)."""
+    """The number of tokens of the document before each block of the whole segment; while decoding, before the token. Do
+    not use it as the length of a memory, because interventions move memories between positions: keep a counter in the
+    carry, and call `count`."""
     published: dict[str, Any]
-    """By the name of a mixer: what it publishes before each block (`MixerConfig.reads`), by layer. Arrays have the axes
-    `b` and `c` first; while decoding `b`."""
+    """The values that mixers publish before each block (`MixerConfig.reads`), by the name of the mixer and by layer.
+    Arrays have the axes `b` and `c` first; while decoding `b`."""
 
     @property
     def start(self) -> Bool[Array, "b c"]:
@@ -146,7 +147,7 @@ class Mixer(nnx.Module):
 
 
 class Traits(NamedTuple):
-    """What the rest of the package asks of a mixer, or of a kind of layer."""
+    """The properties of a mixer, or of a kind of layer, that the rest of the package asks for."""
 
     attends_to: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]] = np.zeros_like
     """The number of consecutive earlier tokens that a token attends to, by its position in the document. What a search

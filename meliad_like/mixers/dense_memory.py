@@ -121,8 +121,8 @@ class DenseMemory(MixerConfig):
     num_slots: int = size(4096, "length")
     """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten (m)."""
     horizon: Horizon = "tokens"
-    """What a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment` before it
-    and `num_slots` tokens before the segment, so that results depend on where segments begin."""
+    """The span that a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment`
+    before it and `num_slots` tokens before the segment, so that results depend on where segments begin."""
     attention_scale: float = 1.0
     """The attention scale at the start of training. Keys and queries have unit length: with 1 a token attends to
     hundreds of others about equally, and small models learn late to find single ones."""
@@ -146,7 +146,7 @@ class DenseMemory(MixerConfig):
         return TokenHeads.flops(shape) + Flops(memory + window, memory + 2 * window)
 
     def traits(self, shape):
-        """With `horizon="segment"` a token attends to at least as many."""
+        """The traits, which count `num_slots` tokens; with `horizon="segment"` a token attends to at least as many."""
         return Traits(
             attends_to=lambda position: np.minimum(position, self.num_slots),
             sequential_because="with DenseMemory a block attends to many blocks before it",

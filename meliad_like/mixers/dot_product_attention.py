@@ -5,9 +5,9 @@ of queries share a head of keys and values; a gate may multiply the results (Vas
 Su et al. 2021; Qiu et al. 2025). The span has nothing to do with the length of a block: the cache is a ring of as many
 blocks as the span reaches into.
 
-A key is kept with the rotation of its offset in its block, and queries get the rotation of the distance between blocks:
-so angles never grow with the document, and no cached key is ever rotated again. In shapes `g` is the number of heads of
-keys, `j` that of heads of queries that share one, and `ring` the number of blocks in the cache.
+A key is cached with the rotation of its offset in its block, and queries get the rotation of the distance between
+blocks: so angles never grow with the document, and no cached key is ever rotated again. In shapes `g` is the number of
+heads of keys, `j` that of heads of queries that share one, and `ring` the number of blocks in the cache.
 """
 
 from typing import Literal, NamedTuple
@@ -72,7 +72,7 @@ class SpanAttention(Mixer):
     def _project(
         self, x: Float[Array, "b n d"]
     ) -> tuple[Float[Array, "b h n k"], Float[Array, "b g n k"], Float[Array, "b g n k"], Float[Array, "b n i"] | None]:
-        """Queries times the attention's scale, and keys, without positions; values, and what the gate is made of."""
+        """Queries times the attention's scale, and keys, without positions; values, and the logits of the gate."""
         query, key, value, *gate = project(x, self.query, self.key, self.value, *([self.gate] if self.gate else []))
         query, key = self._normed(query, self.query_scale), self._normed(key, self.key_scale)
         scale = self.shape.head_size**-0.5 if self.config.scale is None else self.config.scale
@@ -179,7 +179,7 @@ class SpanAttention(Mixer):
         return self._output(mixed, gate)[:, 0], carry
 
     def _taken(self, places: Int[np.ndarray, " m"], index: Int[Array, "*batch"], *, scaled: bool = False) -> Turns:
-        """The turns of some of the places."""
+        """The rotations (`Turns`) of the places with these indices."""
         assert self.table is not None
         return Turns(*(jnp.take(y, index, axis=0, mode="clip") for y in self.table.of(places, scaled=scaled)))
 
@@ -189,12 +189,12 @@ def _take(blocks: Float[Array, "b g r w k"], index: Int[Array, "b m"]) -> Float[
 
 
 def _blocks(cached: Float[Array, "b g s k"], ring: int, index: Int[Array, "b m"]) -> Float[Array, "b g m w k"]:
-    """Blocks of the ring, those of each lane by its own indices."""
+    """The blocks of the ring with these indices, which differ from lane to lane."""
     return _take(rearrange(cached, "b g (r w) k -> b g r w k", r=ring), index)
 
 
 def _each_block(turns: Turns) -> Turns:
-    """The turns of blocks, for all tokens of each."""
+    """The rotations of blocks, for all tokens of each block."""
     return Turns(*(y[:, None] for y in turns))
 
 
@@ -215,7 +215,7 @@ class DotProductAttention(MixerConfig):
     norm: Literal["none", "head", "all"] = "none"
     """The norms of queries and keys before positions: none, of each head, or of all heads together."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in these norms."""
+    """The epsilon of these RMS norms."""
     gate: bool = False
     """Whether the results are multiplied by the sigmoid of another projection of the layer's input."""
     input_bias: bool = False

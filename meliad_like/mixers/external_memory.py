@@ -36,7 +36,7 @@ Update = Literal["block", "segment"]
 
 
 class MemoryCarry(NamedTuple):
-    """What a layer with a memory remembers."""
+    """The carry of a layer with an external memory."""
 
     window: TokenCache
     memory: Memory | Backup

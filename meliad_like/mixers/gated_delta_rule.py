@@ -126,7 +126,7 @@ class DeltaRuleConfig(ConvolvedMatrixConfig):
     largest_strength: float = 1.0
     """The factor on the strength with which a token writes, at most 2: the sigmoid alone is at most 1."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in the norm of a head's outputs."""
+    """The epsilon of the RMS norm of a head's outputs."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,6 +1,6 @@
 """The check of the kernels when a program starts: on the program's device, against the default computation.
 
-Those of attention and those of recurrences are checked, and used, independently of each other.
+Kernels of attention and kernels of recurrences are checked, and used, independently of each other.
 
 Where devices are only planned (`meliad_like.plan`), the kernels must compile for them.
 """
@@ -30,7 +30,7 @@ MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
 places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
 ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
-"""The error that is allowed in any case, relative to the array: in float32 that of sums in another order; otherwise the
+"""The error that is always allowed, relative to the array: in float32 that of sums in another order; otherwise the
 distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
@@ -66,7 +66,7 @@ def _planned_for() -> str | None:
 
 @functools.cache
 def _checked(shape: Shape, dtype: str, kind: str, kernel: str, planned_for: str | None) -> str:
-    """`kind`: of the kernel, `attention` or `recurrence`. `planned_for`: of the devices, if they are not here."""
+    """Checks a kernel of the kind `attention` or `recurrence` once; `planned_for`: the kind of devices not here."""
     problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
         problem = problem or "another process refuses it"
@@ -100,14 +100,14 @@ def _problem(shape: Shape, dtype: str, kind: str, kernel: str, planned: bool) ->
             for order in (2, np.inf):
                 error, of_default = (np.linalg.norm(each[array] - x, order) for each in (results, default))
                 allowed = MOST_TIMES * of_default + ERRORS[dtype] * np.linalg.norm(x, order)
-                # Not `error > allowed`: NaN is refused.
+                # `error > allowed` would accept NaN.
                 if not error <= allowed:
                     return f"{which}the error of {array} is {error:.3g}, and should be at most {allowed:.3g}"
     return None
 
 
 def _modules(shape: Shape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
-    """What is checked: the names and constructors of modules that use the kernels, with or without dropout."""
+    """The modules that are checked: names and constructors of those that use the kernels, with or without dropout."""
     for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" else ():
         yield "the window", WindowAttention, with_dropout
     for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:

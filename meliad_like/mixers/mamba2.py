@@ -51,7 +51,7 @@ class Mamba2Block(MatrixRecurrence):
         """The logarithm of -A."""
         self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",), "bias")
         self.skip = parameter(rngs.params(), ones, (h,), ("heads",), "scale")
-        """D."""
+        """The factor D of the values that are added to the results."""
         self.norm_scale = parameter(rngs.params(), ones, (i,), ("heads",), "scale") if config.norm != "none" else None
 
     def convolution(self):
@@ -89,7 +89,7 @@ class Mamba2Block(MatrixRecurrence):
 
 
 def _uniform(bound: float):
-    """Numbers between -bound and bound."""
+    """An initializer, uniform between -bound and bound."""
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
@@ -113,9 +113,9 @@ class Mamba2(ConvolvedMatrixConfig):
     max_step: float | None = None
     """The largest step dt; None: none."""
     norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
-    """Where the norm of each group stands, if there is one; the last two are those of models by Falcon-H1's code."""
+    """The position of the norm of each group, if there is one; models by Falcon-H1's code have the last two."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square in this norm."""
+    """The epsilon of this RMS norm."""
     input_bias: bool = False
     """Whether the projections of the layer's input have biases."""
     output_bias: bool = False

@@ -34,7 +34,7 @@ from meliad_like.validation import check_positive
 
 
 class MatrixCarry(NamedTuple):
-    """What passes from token to token."""
+    """The carry of the recurrence, which passes from token to token."""
 
     matrix: Float[Array, "b h p k"]
     """The states, float32: from keys (last axis) to values."""
@@ -63,7 +63,7 @@ class MatrixRecurrence(Mixer):
         self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
     def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
-        """What the convolution reads, or without one the rule's own inputs, and the other projections."""
+        """The inputs of the convolution, or without one those of the rule, and the other projections."""
         raise NotImplementedError
 
     def convolution(self) -> Float[Array, "taps channels"] | None:
@@ -71,8 +71,8 @@ class MatrixRecurrence(Mixer):
         return None
 
     def rule(self, inputs: Any, others: Any) -> tuple[Rule, Any]:
-        """What the tokens do with the states, and what `output` needs, from the results of `project`. The first of them
-        has passed the convolution and is float32."""
+        """The rule of the tokens, and the values that `output` needs, from the results of `project`: `inputs` have
+        passed the convolution and are float32."""
         raise NotImplementedError
 
     def output(self, y: Float[Array, "b h n p"], needed: Any) -> Float[Array, "b n i"]:

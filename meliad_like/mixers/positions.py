@@ -34,11 +34,11 @@ class Position(nnx.Module):
     """Whether positions change queries and keys, instead of only adding a bias to the scores."""
 
     def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """The form in which projected queries and keys are kept, keys also in the cache: by default of unit length."""
+        """The stored form of projected queries and keys, in which keys are also cached: by default of unit length."""
         return unit(projected)
 
     def plain(self, kept: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """Queries or keys of unit length without positions, from the form in which they are kept."""
+        """Queries or keys of unit length without positions, from their stored form (`kept`)."""
         return kept
 
     def bias(self, num_heads: int, longest: int) -> Float[Array, "h longest"]:
@@ -51,15 +51,16 @@ class Position(nnx.Module):
         place: Int[Array, "... s"] | np.ndarray,
         projection: Linear | None = None,
     ) -> Float[Array, "*batch h s k"]:
-        """Queries or keys of unit length with their positions, from the form in which they are kept.
+        """Queries or keys of unit length with their positions, from their stored form (`kept`).
 
-        Places, [s] or [b, 1, s], are those in a tile of `2w` tokens whose block begins at w; `projection` made `kept`.
+        `place`, [s] or [b, 1, s], are positions in a tile of `2w` tokens whose block begins at w; `projection` is the
+        linear map that made the projected queries or keys.
         """
         return kept
 
 
 class BiasPosition(Position):
-    """A bias by distance: a module that maps distances to the biases of each head ."""
+    """A bias by distance: a module that maps distances to the biases of each head."""
 
     def __init__(self, by_distance: nnx.Module):
         self.by_distance = by_distance
@@ -231,7 +232,7 @@ class PositionConfig:
     """The base class of the configs of position strategies."""
 
     places_vectors: ClassVar[bool] = True
-    """Whether `Position.placed` can give places to vectors that are not tokens."""
+    """Whether `Position.placed` can give positions to vectors that are not tokens."""
 
     def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
         """Raises a UserError if a decoder of these sizes can't have the strategy."""
@@ -269,7 +270,7 @@ class Fourier(PositionConfig):
 class Alibi(PositionConfig):
     """ALiBi (Press et al. 2022): a bias that falls with the distance; by default as published.
 
-    The reference learns a factor on all slopes, and a bound. The attention scale multiplies the bias in any case.
+    The reference learns a factor on all slopes, and a bound. The attention scale always multiplies the bias.
     """
 
     learned_slope: bool = False

@@ -144,8 +144,8 @@ class StateCell(nnx.Module):
             self.feedforward_gate = gate_class(f, d, "feedforward", config.time_constants, rngs=rngs)
 
     def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
-        """For each gate, the share of each channel that it keeps, and the share of the update that it takes in. `read`
-        is the input of each gate, as `update` returns it."""
+        """The share of each channel that a gate keeps, and the share of the update that it takes in, for each gate.
+        `read` is the input of each gate, as `update` returns it."""
         d = self.initial.shape[1]
         return {
             name: jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], d)) for x in getattr(self, name).gates(hidden)])
@@ -208,7 +208,7 @@ class StateCell(nnx.Module):
 
 
 class StatesCarry(NamedTuple):
-    """What a layer with states remembers; the last two only while decoding."""
+    """The carry of a layer with states; the last two fields are set only while decoding."""
 
     window: TokenCache
     states: Float[Array, "b r d"]
@@ -274,7 +274,7 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states) if self.cell.kernel is None else self.cell.projected(states)
 
     def _blocks(self, tile: Tile) -> tuple:
-        """What the states attend to: keys and values of the block before each block, and of the block, [c, b, ...]."""
+        """The keys and values that states attend to: those of the block before, and of the block, [c, b, ...]."""
         if self.cell.kernel is not None:
             return self.window.heads.projected_keys(tile)
         tokens, c = (tile.before, tile.block), tile.positions.shape[1]
@@ -293,7 +293,7 @@ class StateRecurrence(Mixer):
 
         blocks = start.T, blocks
         if start.shape[1] == num_parts() == 1:
-            # No loop, so that the compiler finds the projections that `publish` has computed already.
+            # Without a loop, the compiler finds the projections that `publish` has computed already.
             states, keys = step(states, jax.tree.map(lambda y: y[0], blocks))
             return states, jax.tree.map(lambda y: y[:, None], keys)
         unroll = unrolls_blocks(start.shape[1])
@@ -303,7 +303,7 @@ class StateRecurrence(Mixer):
         return states, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), keys)
 
     def publish(self, carry: StatesCarry, start: Bool[Array, " b"]) -> KeysAndValues | ProjectedKeys:
-        """What layers with a `StateReader` read before a block (`MixerConfig.reads`)."""
+        """The keys and values that layers with a `StateReader` read before a block (`MixerConfig.reads`)."""
         return (carry.heads or self.begin(carry.states, start)[1]).keys
 
     def begin_decoding(self, carry):
@@ -408,7 +408,7 @@ class StateReader(MixerConfig):
     """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
 
     which: Literal["last", "all"] = "last"
-    """Whether they read the states of the last recurrent layer, or of all of them."""
+    """The recurrent layers whose states are read: the last one, or all."""
     attention_scale: float = 1.0
     """The scale of the attention to states at the start of training."""
 

@@ -26,12 +26,12 @@ class TokenCache(NamedTuple):
     """The keys and values of a layer's last `w` tokens as a ring: column `s` holds the last with block offset `s`."""
 
     key: Float[Array, "b h w k"]
-    """Keys as the position strategy keeps them: of unit length, but unnormalised with infused positions."""
+    """Keys in their stored form (`Position.kept`): of unit length, but unnormalised with infused positions."""
     value: Float[Array, "b h w k"]
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
     placed_key: Float[Array, "b h w k"] | None = None
-    """While decoding, if positions change keys: the keys with their places in the tile of the current block."""
+    """The keys with their positions in the tile of the current block; only while decoding, if positions change keys."""
 
 
 class Tile(NamedTuple):
@@ -109,7 +109,7 @@ class TokenHeads(nnx.Module):
         return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
 
     def project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
-        """Keys, values and queries; keys and queries in the form in which the position strategy keeps them."""
+        """Keys, values and queries; keys and queries in their stored form (`Position.kept`)."""
         return self._kept(self.key(y), self.value(y), self.query(y))
 
     def _kept(self, *projected: Float[Array, "b n i"]) -> tuple[Float[Array, "b h n k"], ...]:
@@ -176,7 +176,7 @@ class TokenHeads(nnx.Module):
         return KeysAndValues(self.position.plain(cache.key), cache.value, visible)
 
     def begin_block(self, cache: TokenCache) -> TokenCache:
-        """The cache before the first token of a block is decoded: the keys get the places of the block before."""
+        """The cache before the first token of a block is decoded: the keys get the positions of the block before."""
         if not self.position.changes_keys:
             return cache
         return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
@@ -211,7 +211,7 @@ class TokenHeads(nnx.Module):
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
     """The block before each block; for the first block, the cached one."""
-    # Not a slice and a concatenation, which are two copies on a TPU, and as many in the backward pass.
+    # A slice and a concatenation would be two copies on a TPU, and as many in the backward pass.
     unpadded = (0, 0, 0)
     moved = jax.lax.pad(blocks, jnp.zeros((), blocks.dtype), (unpadded, (1, -1, 0), *[unpadded] * 3))
     is_first = jnp.arange(blocks.shape[1])[:, None, None, None] == 0

@@ -38,7 +38,7 @@ def _resumed(old: Any, new: Any) -> Any:
 
 
 class ModelTraits(NamedTuple):
-    """What the rest of the package asks of a model, in addition to its sizes."""
+    """The properties of a model that the rest of the package asks for, in addition to its sizes."""
 
     num_visible: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]]
     """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
@@ -47,7 +47,7 @@ class ModelTraits(NamedTuple):
     needs_segments: str | None = None
     """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
     fewest_layers: int = 1
-    """The smallest number of layers with which a smaller model still has all that its layers have."""
+    """The smallest `num_layers` that contains every kind of layer of this model; used when a run is shrunk."""
     memory: str | None = None
     """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
@@ -99,7 +99,8 @@ class ModelConfig:
     activation_dtype: ActivationDtype = "float32"
     """The dtype of activations; parameters, softmax and losses are float32."""
     remat: Remat = resumable("none")
-    """What the backward pass computes again: nothing, all but matrix products (`dots`), or whole layers."""
+    """The part of the forward pass that the backward pass computes again: nothing (`none`), all but matrix products
+    (`dots`), or whole layers (`layers`)."""
 
     def __post_init__(self):
         check_choices(self)
@@ -136,7 +137,7 @@ class ModelConfig:
 
     @property
     def traits(self) -> ModelTraits:
-        """What the rest of the package asks of the model."""
+        """The properties of the model that the rest of the package asks for."""
         raise NotImplementedError
 
     def check_sequence(self, segment_length: int, parts: int) -> None:

@@ -49,7 +49,7 @@ class StackConfig(ModelConfig):
     bound_as: ClassVar[str] = "DecoderConfig"
 
     extra_layers: int = size(0, "fixed")
-    """Added to `num_layers`. The paper's 13-layer baselines have one extra layer; so do those of other sizes."""
+    """The number of layers in addition to `num_layers`. The paper's 13-layer baselines have one; so do other sizes."""
     position: PositionConfig = kind_field(POSITIONS, T5)
     """The position strategy of attention inside the window."""
     logit_scale: float | None = None
@@ -61,7 +61,7 @@ class StackConfig(ModelConfig):
     tied_embedding: bool = True
     """Whether the softmax shares the embedding."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in the norms of layers, and in the last one."""
+    """The epsilon of the RMS norms of the layers and of the last one, which is added to the mean square."""
     feedforward_bias: bool = False
     """Whether feed-forward networks have biases, as in the newer code of the reference (`melodi/`)."""
     mask_empty_cache: bool = True
@@ -190,7 +190,7 @@ class DecoderConfig(StackConfig):
         return [name for name in names if name.rpartition(".")[2] not in HOW_IT_READS]
 
     def extends(self, other: ModelConfig) -> bool:
-        """Whether it is the same decoder. One that was opened from a published model may read in another way."""
+        """Whether the other is the same decoder. One that was opened from a published model may read in another way."""
         if super().extends(other):
             return True
         both_published = isinstance(other, DecoderConfig) and self.published == other.published != ""

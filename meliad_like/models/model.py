@@ -71,7 +71,7 @@ class Model:
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """What every parameter is (`layers.basic.Kind`): the tree of `init` with names for arrays."""
+        """The kind of every parameter (`layers.basic.Kind`): the tree of `init` with names for arrays."""
         return self._annotations("kind")
 
     @property
@@ -108,7 +108,7 @@ class Model:
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})
 
     def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:
-        """The shapes and dtypes of what is carried between segments, or with `decoding` between tokens."""
+        """The shapes and dtypes of the carry between segments, or with `decoding` between tokens."""
 
         def make(params):
             module = self.bind(params)
@@ -119,7 +119,7 @@ class Model:
 
     @property
     def memory(self) -> list[jax.ShapeDtypeStruct]:
-        """All that a document leaves for its next tokens: a lane's carry between two segments, without positions."""
+        """The shapes of the floating-point arrays that one lane carries from segment to segment."""
         leaves = jax.tree.leaves(self.abstract_carry(1))
         return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
@@ -189,7 +189,7 @@ class DecoderCarry(NamedTuple):
     layers: list[Any]
     """The carry of each layer."""
     window: Any = None
-    """What a family carries in addition, from token to token or from block to block."""
+    """The carry of a family in addition to that of its layers, from token to token or from block to block."""
 
 
 def block_positions(
@@ -267,7 +267,7 @@ class BaseDecoder(nnx.Module):
         raise NotImplementedError
 
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
-        """What layers read of the carry, in either form, in addition to their own before a block (`At.published`).
+        """The values that layers read before a block from the carries of other layers, in either form (`At.published`).
         `start` are the lanes in which a document begins with the block."""
         del carry, start
         return {}
@@ -286,12 +286,12 @@ class BaseDecoder(nnx.Module):
         return jax.tree.map(lambda _: ("lanes",), carry)._replace(layers=layers)
 
     def begin_decoding(self, carry: Any) -> Any:
-        """The carry in its form for `decode_step`: with the arrays that only decoding needs."""
+        """Converts a carry for segments to a carry for `decode_step`, with the arrays that only decoding needs."""
         both = zip(self.layers, carry.layers, strict=True)
         return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
 
     def end_decoding(self, carry: Any) -> Any:
-        """The carry in its form for segments, from that for decoding; all lanes are at the beginning of a block."""
+        """Converts a carry for decoding to a carry for segments. All lanes must be at the beginning of a block."""
         both = zip(self.layers, carry.layers, strict=True)
         return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
 

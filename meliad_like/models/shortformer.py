@@ -57,8 +57,8 @@ class ShortformerConfig(ModelConfig):
     cache_length: int = size(512, "length")
     """The number of tokens before the block that a token sees as well (the paper's L'); 0: none."""
     position: Literal["infused", "input"] = "infused"
-    """Where sinusoidal positions are added: `infused`, to the inputs of the query and key projections of every layer
-    (section 5.1); or `input`, to the scaled word embeddings, counted from the beginning of each block."""
+    """The vectors to which sinusoidal positions are added: `infused`, the inputs of the query and key projections of
+    every layer (section 5.1); or `input`, the scaled word embeddings, counted from the beginning of each block."""
     cutoffs: tuple[int, ...] = (20_000, 60_000)
     """First ids of the vocabulary's narrower bands (`AdaptiveVocabulary`); (): one table, shared with the softmax."""
     band_factor: int = size(4, "fixed")
@@ -89,7 +89,8 @@ class ShortformerConfig(ModelConfig):
             )
 
     def flops(self, vocabulary_size: int) -> Flops:
-        """The narrower bands of the softmax are not counted: few tokens need them, and how many depends on the text."""
+        """The operations of one token, without the narrower bands of the softmax, which few tokens need; how many
+        depends on the text."""
         d, w, m = self.model_width, self.window_length, self.cache_length
         inner, edges = self.num_heads * self.head_size, (0, *self.cutoffs, vocabulary_size)
         projections = 2 * d * inner * (2 + 2 * (m + w) / w)
@@ -199,7 +200,7 @@ class ShortformerLayer(Layer):
         return self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0], carry
 
     def begin_decoding(self, carry):
-        """Projects what is cached, once for the block."""
+        """Projects the cached inputs, once for the block."""
         config, m, b = self.config, self.config.cache_length, carry.position.shape[0]
         w, d, dtype = config.window_length, config.model_width, jnp.dtype(config.activation_dtype)
         key = value = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)

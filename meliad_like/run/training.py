@@ -150,7 +150,7 @@ def _train_stage(
             hooks=[
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
                 Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
-                # The last step has a checkpoint in any case.
+                # The last step always has a checkpoint.
                 Hook(run.training.checkpoint_every or run.training.num_steps, save),
             ],
             outside_of_training=log.outside_of_training,

@@ -123,7 +123,7 @@ class SelectorTraining:
                     num_steps=last_step,
                     log_every=config.log_every,
                     report=partial(self.report, session.writer),
-                    # Both are called after the last step in any case.
+                    # Both are always called after the last step.
                     hooks=[
                         Hook(config.evaluate_every or last_step, evaluate),
                         Hook(config.checkpoint_every or last_step, save),

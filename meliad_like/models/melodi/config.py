@@ -57,7 +57,7 @@ class MelodiConfig(StackConfig):
         return self.shape_with(layers=((),) * n, feedforwards=(self.feedforward,) * n, **no_kernels)
 
     def is_last(self, index: int) -> bool:
-        """Whether nothing reads what layer `index` would make of the summary tokens."""
+        """Whether nothing reads the output of layer `index` for the summary tokens."""
         return index == self.total_layers - 1
 
     def split_window(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch _ d"], ...]:

@@ -38,9 +38,9 @@ small = jax.nn.initializers.truncated_normal(0.25)
 
 
 class MelodiCarry(NamedTuple):
-    """What a layer remembers; the last four only while decoding.
+    """The carry of a layer; the last four fields are set only while decoding.
 
-    Memories are kept before norm and projection, so that they are read with new weights.
+    Memories are stored before norm and projection, so that they are read with new weights.
     """
 
     short: Float[Array, "b r d"]
@@ -55,7 +55,7 @@ class MelodiCarry(NamedTuple):
     long_heads: tuple[Float[Array, "b h m k"], ...] | None = None
     """The keys and values of the long-term memory; () without one."""
     mixed: dict[str, Float[Array, "b out d"]] | None = None
-    """By mixing: the sum over the tokens of the window so far, float32."""
+    """The sum over the tokens of the window so far for each mixing, float32."""
 
 
 class Window(NamedTuple):
@@ -232,7 +232,7 @@ class MelodiLayer(Layer):
         return dropout_multiplier(dropout_key, self.shape.dropout_rate, (self.shape.num_heads, num_rows, num_keys))
 
     def _shown(self, age: Int[Array, " b"], num_columns: int) -> Bool[Array, "b columns"]:
-        """Whether a query may see what is in a column; the short-term memory, in the first ones, may be empty."""
+        """Whether a query may see the vector in a column; the short-term memory, in the first ones, may be empty."""
         is_token = jnp.arange(num_columns) >= self.config.short_length
         return is_token | (age > 0)[:, None] | (not self.shape.mask_empty_cache)
 
@@ -301,7 +301,7 @@ class MelodiLayer(Layer):
     def _make(
         self, summaries: Float[Array, "b u d"], mixed: dict[str, Float[Array, "b out d"]]
     ) -> tuple[Float[Array, "b u d"], Float[Array, "b r d"], Any]:
-        """What a window leaves, from the output for its summary tokens and what its tokens add to each mixing.
+        """The vectors that a window leaves, from the output for its summary tokens and the tokens' part of each mixing.
 
         Returns:
             The summary tokens for the next layer, the short-term memory, and the vectors for the long-term memory.
@@ -409,7 +409,7 @@ class Melodi(Stack):
         return list(map(of_tokens, outputs)), carry
 
     def end_block(self, carries):
-        """What the window leaves: its summary tokens pass the layers from the first to the last."""
+        """The carries after a window, whose summary tokens pass the layers from the first to the last."""
         summaries, ended = self._summaries(carries[0].position.shape[0]), {}
         for i, carry in carries.items():
             ended[i], summaries = self.layers[i].end_window(carry, summaries)

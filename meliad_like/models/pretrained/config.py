@@ -75,9 +75,10 @@ class PretrainedConfig(ModelConfig):
     """The dtype to which both factors of a linear map or of the logits are rounded; sums, and gradients of parameters,
     are of `activation_dtype`. None: no rounding. `bfloat16` is for CPUs that multiply it faster."""
     remat: Remat = resumable("none")
-    """What the backward pass computes again: nothing (`none`), all but the linear maps (`dots`), or the inside of all
-    layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window, whose gradient then takes one
-    more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all windows of a sequence."""
+    """The part of the forward pass that the backward pass computes again: nothing (`none`), all but the linear maps
+    (`dots`), or the inside of all layers (`layers`). With a recurrence `none` and `layers` keep nothing of a window,
+    whose gradient then takes one more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all
+    windows of a sequence."""
     recurrence: tuple[WindowSummary, ...] = kind_field(RECURRENCES, tuple, many=True)
     """How a window sees the windows before it: not at all, or through a `WindowSummary` of the last one."""
     train_decoder: bool = True
@@ -109,7 +110,7 @@ class PretrainedConfig(ModelConfig):
             raise UserError("train_decoder=False leaves nothing to train without a WindowSummary")
 
     def extends(self, other: ModelConfig) -> bool:
-        """Whether it is the same decoder, with the same recurrence if the other has one; how it reads may differ."""
+        """Whether the other config is of the same decoder, with the same recurrence if it has one."""
         if not isinstance(other, PretrainedConfig):
             return False
         same_decoder = all(getattr(self, name) == getattr(other, name) for name in DECODER_FIELDS)

@@ -177,7 +177,7 @@ class Block(Layer):
 
 
 class Window(NamedTuple):
-    """What a pretrained decoder carries in addition to the keys and values of its layers."""
+    """The carry of a pretrained decoder in addition to the keys and values of its layers."""
 
     tokens: Int[Array, "b w"] | None = None
     """While decoding: the tokens of the current window, of which the next one may repeat the last."""
@@ -304,7 +304,7 @@ class PretrainedDecoder(BaseDecoder):
         return carry._replace(layers=layers, window=self._with_outputs(window._replace(tokens=tokens), ..., outputs))
 
     def _with_outputs(self, window: Window, places: Any, outputs: list[Array]) -> Window:
-        """What is carried, with the layers' outputs for the tokens at these places, lane and offset, of the window."""
+        """The carry with the layers' outputs for the tokens at these places (lane and offset) of the window."""
         del places, outputs
         return window
 

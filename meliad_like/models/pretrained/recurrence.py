@@ -37,7 +37,7 @@ class WindowSummary:
     num_inserted: int = size(1, "fixed")
     """The number of inserted vectors."""
     pooling: Literal["mean", "sum", "max", "attention"] = "mean"
-    """How the hidden vectors of a window become one: `attention` has one learned key."""
+    """The function by which the hidden vectors of a window become one: `attention` has one learned key."""
     pooled_layers: Literal["blocks", "final_norm"] = "blocks"
     """The output of the last layer that is pooled: that of its `blocks`, or after the model's `final_norm`."""
     normalise_pooled: bool = False
