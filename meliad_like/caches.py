@@ -1,4 +1,4 @@
-"""What is kept in the user's cache directory: `meliad_like` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+"""Files in the user's cache directory: `meliad_like` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
 
 import contextlib
 import hashlib

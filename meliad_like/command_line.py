@@ -195,7 +195,7 @@ class Command:
         return words
 
     def _message(self, error: Exception) -> object:
-        """What to print of an error; None: it is a defect, whose traceback is needed."""
+        """The message to print for an error; None: it is a defect, whose traceback is needed."""
         match error:
             case StoreError():
                 return StoreError(error.folder, error.problem, self.gin_flags)

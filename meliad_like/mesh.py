@@ -134,7 +134,7 @@ class ParameterShardings(NamedTuple):
     (`layers/backend.py`). They are `shares`, except for tables of the vocabulary: the loss adds up their gradients in a
     loop, each turn of which would sum over the copies, so these are whole."""
     shares: Any = None
-    """Shardings of what only the optimizer reads: each copy of the parameters has a share of it."""
+    """Shardings of the trees that only the optimizer reads: each copy of the parameters has a share of them."""
     has_copies: bool = False
     """Whether there is more than one copy. Otherwise there is nothing to exchange, and the methods return their
     argument: constraints would change how the compiler fuses and rounds."""
@@ -160,7 +160,7 @@ class ParameterShardings(NamedTuple):
 
 
 ONE_COPY = ParameterShardings()
-"""For a step without a mesh."""
+"""The shardings of a step without a mesh."""
 
 
 def training_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> ParameterShardings:

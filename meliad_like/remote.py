@@ -21,7 +21,7 @@ from meliad_like.errors import UserError
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
 CHUNK_BYTES = 1 << 24
 Output = Literal["file", "folder", "any"]
-"""What results are written to."""
+"""The kind of path to which results are written."""
 
 
 def is_remote(path: epath.PathLike) -> bool:

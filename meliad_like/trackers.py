@@ -16,14 +16,14 @@ TRACKERS = Registry("tracker")
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told of a run."""
+    """The properties of a run that a tracker needs."""
 
     folder: Path
     """A local folder for files; where the working folder is in an object store, it is copied there."""
     name: str
     """The name of the working folder."""
     identity: Callable[[], str]
-    """Gives a random name that stays the same when the run resumes; a file in the working folder keeps it."""
+    """A function that returns a random name, the same when the run resumes; a file in the working folder holds it."""
     start_step: int
     """Steps done before; metrics of later ones, from an earlier attempt, are repeated."""
     settings: Mapping[str, Any]

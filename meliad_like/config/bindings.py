@@ -84,7 +84,8 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
         if "." in key
     }
     for name, binding in bindings.items():
-        # Size files set base.gin's macros for rows that may not be there; nobody passes --gin_param for that.
+        # A macro of base.gin may stay unread, because size files set macros that only some rows use. One that is given
+        # by --gin_param must be read.
         optional = name in base and name not in parameters
         if "." not in name and name not in read and not optional:
             known = [key for key in base if "." not in key and key != name]

@@ -1,4 +1,4 @@
-"""What `--gin_file` and `include` name: gin files, and rows of tables, each of which stands for a gin file.
+"""The files that `--gin_file` and `include` name: gin files, and rows of tables, which stand for gin files.
 
 `block_recurrent/table3/states_128` is the row `states_128` of `block_recurrent/table3.csv`. Its column `files` has what
 it includes, separated by spaces, and `bindings` its own, separated by semicolons. Other columns are for those who read

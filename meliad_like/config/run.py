@@ -28,9 +28,9 @@ class TrainingConfig:
     """The number of steps, and what happens how often. Every `..._every` is a number of steps; 0 is never."""
 
     num_steps: int = 500_000
-    """A run may resume with another number, unless the learning rates of earlier steps depend on it."""
+    """The number of steps. A run may resume with another, unless the learning rates of earlier steps depend on it."""
     seed: int = 0
-    """Decides the initial parameters, the order of the documents and the dropout; below 2**32."""
+    """The random seed of the initial parameters, the order of the documents and the dropout; below 2**32."""
     gradient_accumulation: int = 1
     """The number of parts into which the lanes of a step are divided; they are computed one after the other, to save
     memory. The gradient is that of all of them together, whatever their numbers of tokens. Where a model draws its
@@ -41,10 +41,10 @@ class TrainingConfig:
     """Factor of an additional loss, the squared logarithm of the softmax's sum, which keeps logits small (Chowdhery et
     al. 2022, section 5). Metrics show the loss without it."""
     nonfinite: Literal["stop", "skip"] = resumable("stop", lambda old, new: old.training.nonfinite == "stop")
-    """After a loss or gradient that is not finite: stop with a saved state, or skip the step and count it. A run that
-    has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
+    """The treatment of a loss or gradient that is not finite: `stop` with a saved state, or `skip` the step and count
+    it. A run that has stopped may resume with `skip`; one that may have skipped steps can't resume with `stop`."""
     max_consecutive_skips: int = resumable(10)
-    """A run ends with an error when it has skipped this number of steps one after the other, or all its steps."""
+    """The number of skipped steps in a row at which a run ends with an error; it also does if all steps are skipped."""
     log_every: int = resumable(10)
     """The number of steps between two logs of the metrics."""
     evaluate_every: int = resumable(0)
@@ -52,7 +52,7 @@ class TrainingConfig:
     evaluate_split: str = resumable("validation", lambda old, new: not old.training.keep_best)
     """The split that these evaluations read. The best so far can't be compared with evaluations of other tokens."""
     evaluate_max_tokens: int | None = resumable(None, lambda old, new: not old.training.keep_best)
-    """These evaluations read a random subset of the split, of this number of tokens at most; None: all of it. If
+    """The largest number of tokens in these evaluations, which read a random subset of the split; None: all of it. If
     every document is longer, they read the beginning of the first one."""
     keep_best: bool = resumable(False)
     """Whether the parameters with the fewest bits per token in these evaluations are kept, in the run's folder `best`,
@@ -62,7 +62,7 @@ class TrainingConfig:
     checkpoints_kept: int = resumable(3)
     """Number of newest checkpoints that are kept."""
     checkpoint_keep_every: int = resumable(0)
-    """Checkpoints of steps that are a multiple of this stay for good."""
+    """The number of steps between checkpoints that are never deleted; 0: none."""
     sample_every: int = resumable(0)
     """The number of steps between two samples of text; 0: no samples."""
     sample_tokens: int = resumable(200)
@@ -93,11 +93,11 @@ class StagesConfig:
     num_steps: tuple[int, ...] = ()
     """Steps of each stage; the last one has what is left of TrainingConfig.num_steps."""
     segment_length: tuple[int, ...] = size((), "length")
-    """In the place of ReaderConfig.segment_length. (): as in the last stage; so in the fields below."""
+    """The value of ReaderConfig.segment_length in each stage. (): as in the last stage; so in the fields below."""
     window_length: tuple[int, ...] = size((), "length")
-    """In the place of the model's."""
+    """The model's window_length in each stage."""
     cache_length: tuple[int, ...] = size((), "length")
-    """In the place of the model's, where it has one (`ShortformerConfig`)."""
+    """The model's cache_length in each stage, where it has one (`ShortformerConfig`)."""
 
     def __post_init__(self):
         for name, lengths in vars(self).items():
@@ -118,13 +118,13 @@ class RunConfig:
     model: ModelConfig = kind_field(MODELS, DecoderConfig)
     """The network: the config of one of the families in `models/`, which `RunConfig.model` names in gin."""
     source: SourceConfig = kind_field(SOURCES, StandardLibrarySource)
-    """Where the documents come from."""
+    """The source of the documents."""
     vocabulary: VocabularyConfig = kind_field(VOCABULARIES, BytesVocabularyConfig)
-    """How text becomes tokens."""
+    """The vocabulary, which turns text into tokens."""
     data: ReaderConfig = kind_field(READERS, LanesReaderConfig)
-    """How documents become batches."""
+    """The reader, which turns documents into batches."""
     optimizer: OptimizerConfig = kind_field(OPTIMIZERS, Adafactor)
-    """What turns gradients into updates."""
+    """The optimizer, which turns gradients into updates."""
     schedule: ScheduleConfig = kind_field(SCHEDULES, CosineSchedule)
     """The learning rate of each step."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -132,9 +132,9 @@ class RunConfig:
     stages: StagesConfig = field(default_factory=StagesConfig)
     """Stages of training with other lengths, before the one that all of the above describes."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices are laid out."""
+    """The layout of the devices."""
     trackers: tuple[TrackerConfig, ...] = kind_field(TRACKERS, lambda: (TensorBoard(),), many=True, may_change=True)
-    """Where metrics are shown in addition to `metrics.jsonl`."""
+    """The trackers that show metrics in addition to `metrics.jsonl`."""
 
     def on_this_platform(self) -> "RunConfig":
         """The same run with the model as it is computed on the devices of this program (`ModelConfig`)."""
@@ -161,7 +161,7 @@ def parse(
 
 
 class Changes(NamedTuple):
-    """What gin files and parameters change of configs that there are already."""
+    """The changes that gin files and parameters make to existing configs."""
 
     bindings: Bindings
 
@@ -171,7 +171,7 @@ class Changes(NamedTuple):
         return changed[0] if len(changed) == 1 else changed
 
     def value(self, key: str, default: Config) -> Config:
-        """What is bound to `Class.field`; the default where nothing of its type is."""
+        """The value that is bound to `Class.field`; the default where none of its type is."""
         binding = self.bindings.get(key)
         return binding.value if binding is not None and type(binding.value) is type(default) else default
 

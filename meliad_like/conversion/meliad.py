@@ -60,7 +60,7 @@ def _layer_prefixes(config: StackConfig, newer: bool) -> list[str]:
 
 
 def _newer(config: StackConfig) -> bool:
-    """Whether only the newer stack has such a model."""
+    """Whether such a model exists only in the newer stack."""
     return config.feedforward_bias or isinstance(config, MelodiConfig) or bool(_dense_layers(config))
 
 

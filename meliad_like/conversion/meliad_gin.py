@@ -25,7 +25,7 @@ from meliad_like.remote import write_whole
 
 _ROWS = list(csv.DictReader(Path(__file__).with_suffix(".csv").read_text().splitlines()))
 RULES = {(row["theirs"].removeprefix("@"), row["value"]): row["ours"] for row in _ROWS}
-"""What a binding is here, by its class and parameter, and its value or ""."""
+"""The counterpart of a binding, by its class and parameter, and its value or ""."""
 FILES = {row["ours"]: row["theirs"] for row in _ROWS if row["theirs"].endswith(".gin")}
 """Their gin files with another name, by our gin file or row."""
 BY_REFERENCE = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["theirs"].startswith("@")}
@@ -34,7 +34,7 @@ BY_REFERENCE = {row["theirs"][1:].rpartition(".")[0] for row in _ROWS if row["th
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a configuration of theirs is here."""
+    """The counterpart of a configuration of theirs."""
 
     bindings: dict[str, Any]
     """Values by our `Class.field`."""

@@ -31,13 +31,13 @@ DERIVED: dict[str, Callable[[Mapping[str, Any]], int]] = {
 
 
 class Format(NamedTuple):
-    """What the files of one kind of model contain."""
+    """The contents of the files of one kind of model."""
 
     architecture: str
     names: Mapping[str, str]
     """The names of our fields."""
     defaults: Mapping[str, Any]
-    """What a missing field means; fields without a default that are not derived either are required."""
+    """The values of missing fields; fields without a default that are not derived either are required."""
     derived: Sequence[str]
     """The fields that follow from others (`DERIVED`) where they are missing."""
     fixed: Mapping[str, Any] = {}

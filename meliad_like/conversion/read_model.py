@@ -21,7 +21,7 @@ from jax import export
 
 
 class State(NamedTuple):
-    """All that a model remembers of `b` documents, in a constant size. It can be continued any number of times."""
+    """The memory of `b` documents, in a constant size. It can be continued any number of times."""
 
     carry: list[jax.Array]
     token: np.ndarray  # the last one, int32[b], which the carry has not read

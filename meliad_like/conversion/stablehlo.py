@@ -31,7 +31,7 @@ CALLS = {
     "segment, block, token": "(parameters, carry at the beginning of a block unless n is 1, tokens int32[b, n], the "
     "next of each int32[b, n]) -> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry)",
 }
-"""What the programs take and return; parameters and carry are lists of arrays."""
+"""The arguments and results of the programs; parameters and carry are lists of arrays."""
 
 
 def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], folder: str | Path) -> None:
@@ -39,7 +39,7 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
     opened = open_checkpoint(checkpoint, changes=read_changes((), gin_params))
     if reason := opened.model.config.traits.needs_segments:
         raise UserError(f"{checkpoint}: memories depend on where segments end ({reason}), and tokens have no segments")
-    # Not `opened.model`, which has the kernels of this platform.
+    # `opened.model` would have the kernels of this platform.
     model, vocabulary = Model(opened.run.model, opened.vocabulary.size), opened.vocabulary
     window, segment = model.config.window_length, opened.run.data.segment_length
     lengths = {"block": window, "token": 1} if segment == window else {"segment": segment, "block": window, "token": 1}

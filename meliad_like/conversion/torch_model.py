@@ -26,7 +26,7 @@ EPSILON, LOWEST = 1e-6, torch.finfo(torch.float32).min
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the memory in transformers, which newer versions have changed."""
 Memory = dict[str, Tensor]
-"""What a layer remembers of `b` documents, by the names that its mixers give. Tensors are never changed in place."""
+"""A layer's memory of `b` documents, by the names that its mixers give. Tensors are never changed in place."""
 Linear, Norm = functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, eps=EPSILON)
 
 
@@ -38,7 +38,7 @@ class MeliadLikeConfig(PretrainedConfig):
 
 
 class DocumentsMemory:
-    """What the model remembers of `b` documents (`past_key_values`), which can be continued any number of times."""
+    """The model's memory of `b` documents (`past_key_values`), which can be continued any number of times."""
 
     is_compileable, is_linear = False, ()
 

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     start: Bool[AnyArray, "b c"]
     """True where a document begins with this block, so that the lane's carry is reset."""
     document: Int32[AnyArray, "b c"]
-    """Index of the block's document in its split; -1 if the lane is idle."""
+    """The index of the block's document in its split; -1 if the lane is idle."""
     position: Int32[AnyArray, "b c"]
     """Offset, in tokens, of the block's first input in its document."""
 
@@ -46,7 +46,7 @@ class Reader(abc.ABC):
     """The seed that, with the epoch's number, determines the order."""
     _: dataclasses.KW_ONLY
     epochs: int | None = None
-    """How often each document is read; None: endlessly."""
+    """The number of times that each document is read; None: endlessly."""
 
     leaks_the_future = False
     """Whether the reader's choices depend on the targets; most readers choose nothing."""

@@ -60,13 +60,13 @@ class Source:
     shards: tuple[Shard, ...]
     """All documents, one shard after the other, in an order that depends on nothing but the documents."""
     num_documents: int | None
-    """None where counting means reading everything; of a part about the number."""
+    """The number of documents, of a part about the number; None where counting means reading everything."""
     files: tuple[tuple[str, Path], ...]
     """Pairs (name, file): the files that determine the documents, with names that are the same in every folder."""
     by_share: bool = False
-    """Whether the shares of validation and test assign the documents, not lists or names of files."""
+    """Whether the shares of validation and test assign the documents, instead of lists or names of files."""
     passed_over: str = ""
-    """Which files of the folder are not read, and why."""
+    """A sentence about the files of the folder that are not read, and why."""
 
     def references(self) -> Iterator[Reference]:
         """All documents."""
@@ -98,7 +98,7 @@ class BadDocumentError(UserError):
     """A document, or a file of documents, that can't be used."""
 
     kind: ClassVar[str] = "can't be read"
-    """What several of them have in common, as a predicate."""
+    """The predicate for a message about several such documents, for example "are empty"."""
     policy: ClassVar[str] = ""
     """The field of the source's config that may leave such a document out; "": none."""
 
@@ -122,7 +122,7 @@ class RecordError(BadDocumentError):
 
 
 def raise_bad_document(message: str) -> NoReturn:
-    """As a `Reference`, a document that can't be read, among others that can."""
+    """Raises a BadDocumentError: with its argument, the `Reference` of a document that can't be read."""
     raise BadDocumentError(message)
 
 
@@ -151,7 +151,7 @@ class SourceConfig:
     test_share: float = 0.05
     """Share of the documents for the test split, chosen in the same way."""
     empty: Policy = "stop"
-    """What to do with a document without text: `stop` with an error that names it, or `skip` it with a warning."""
+    """The treatment of a document without text: `stop` with an error that names it, or `skip` it with a warning."""
 
     folder: ClassVar[str] = ""
     undecodable: ClassVar[str] = "stop"
@@ -218,7 +218,7 @@ class FolderSourceConfig(SourceConfig):
     splits_by_name: bool = True  # type: ignore[misc]
     """Whether folders and files that are named after splits (`meliad_like/data/named_splits.py`) assign documents."""
     undecodable: Policy = "stop"  # type: ignore[misc]
-    """What to do with a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
+    """The treatment of a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 
     def existing_folder(self) -> Path:
         """The folder's absolute path. Raises a UserError if there is no such folder."""

@@ -1,4 +1,4 @@
-"""Documents are read and encoded, by several processes at once, and come back in order."""
+"""Reading and encoding of documents by several processes at once, with results in order."""
 
 import collections
 import functools
@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
     num_bytes: int
     num_words: int
     restored: bool
-    """Whether the text comes back from the tokens."""
+    """Whether decoding the tokens gives the text."""
     skipped: tuple[str, ...]
     """The reasons why files of the document were left out."""
 
@@ -54,7 +54,7 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
     if num_workers == 1:
         yield from map(partial(_encode, load_vocabulary(vocabulary_folder)), source.references())
         return
-    # Not forked: jax and grain start threads, and a forked child would inherit locks that they hold.
+    # Jax and grain start threads, and a forked child would inherit locks that they hold.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
     encode, references = partial(_encode_in_worker, vocabulary_folder), iter(source.references())
     waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()

@@ -1,4 +1,4 @@
-"""Batches are made in background threads, and moved to the devices before the step that needs them."""
+"""Loading of batches: background threads make them, and move them to the devices before the step that needs them."""
 
 import sys
 import time
@@ -27,7 +27,7 @@ class BatchIterator(Iterator[Batch], AbstractContextManager):
         """The time in seconds that the consumer has spent in `next` so far."""
 
     def __next__(self) -> Batch:
-        """The next batch. Raises what the reader raised in the background."""
+        """The next batch. Raises the error that the reader raised in the background."""
         began = time.perf_counter()
         try:
             return next(self._batches)

@@ -55,13 +55,13 @@ PARTS_NAME, PART_NAME, VOCABULARY_NAME = "parts.json", "part.json", "vocabulary"
 
 @dataclass(frozen=True)
 class Written:
-    """What was written of all documents, or of those of a part."""
+    """The results of writing all documents, or those of a part."""
 
     splits: dict[str, Totals]
     skipped: list[str]
     """The reasons why documents, or files of documents, were left out."""
     changed: int
-    """The number of documents whose text does not come back from their tokens."""
+    """The number of documents of which decoding their tokens does not give the text."""
 
 
 def prepare(
@@ -193,7 +193,7 @@ def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig) 
 
 
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
-    """What all parts of a store have in common."""
+    """The settings that all parts of a store have in common."""
     settings = {"source": config.settings, "vocabulary": vocabulary.settings}
     files = {"names, sizes and times of files": short(files_fingerprint(source))}
     return {"version": FORMAT_VERSION, **settings, **files}

@@ -147,7 +147,7 @@ class StreamReader(Reader):
     """
 
     end_of_document: int
-    """What the stream's first token is predicted from."""
+    """The token from which the stream's first token is predicted."""
     shuffle: bool = False
     """Whether segments are read in a new random order each epoch instead, with a reset before each of them."""
 
@@ -216,11 +216,11 @@ class ReaderConfig:
     """The largest number of batches that wait in the devices' memory."""
 
     repeats_windows: ClassVar[bool] = False
-    """Whether it reads for models whose windows overlap."""
+    """Whether the reader serves models whose windows overlap."""
     first_tokens_are_targets: ClassVar[bool] = False
     """Whether a document's first token is predicted, too."""
     used_by_evaluations: ClassVar[bool] = False
-    """Whether evaluations read in this way as well; otherwise they read documents in order."""
+    """Whether evaluation uses this reader too. If not, evaluation reads documents in order (`LanesReader`)."""
 
     def __post_init__(self) -> None:
         waiting = ("num_threads", "batches_ahead", "device_batches_ahead")
@@ -323,9 +323,9 @@ class WindowsReaderConfig(ReaderConfig):
     (the model's `overlap`)."""
 
     segments_follow: bool = False
-    """Whether a lane remembers the segment before, where its next segment continues the same document."""
+    """Whether a lane keeps its carry where its next segment continues the same document."""
     train_disjoint: bool = False
-    """Training windows repeat nothing, whatever overlap the model is evaluated with."""
+    """Whether training windows repeat nothing, whatever overlap the model is evaluated with."""
 
     repeats_windows = True
 

@@ -89,7 +89,7 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
     usual_suffixes: ClassVar[tuple[str, ...]] = ()
     """The suffixes of the files that this kind of source reads."""
     unreadable: ClassVar[str] = ""
-    """What is said of a damaged file."""
+    """The words of a message for a damaged file."""
 
     def open(self) -> Source:
         path, passed_over = Path(self.folder).expanduser().absolute(), ""
@@ -128,11 +128,11 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         return None
 
     def records(self, path: Path) -> Iterator[Any]:
-        """What `read` takes, for each record of a file; something false where a record is left out."""
+        """The argument of `read` for each record of a file; something false where a record is left out."""
         raise NotImplementedError
 
     def damage(self) -> tuple[type[Exception], ...]:
-        """What `records` raises if a file is damaged, in addition to an OSError."""
+        """The errors that `records` raises if a file is damaged, in addition to an OSError."""
         raise NotImplementedError
 
     def read(self, record: Any, place: str, found_in: str | None) -> Document:

@@ -56,7 +56,7 @@ class Schedule:
     """A new random order each epoch; otherwise the longest documents come first, which lets the lanes of a finite
     schedule finish at nearly the same time."""
     epochs: int | None = None
-    """How often each document is read; None: endlessly."""
+    """The number of times that each document is read; None: endlessly."""
 
     def __post_init__(self) -> None:
         if not self.document_blocks.any():

@@ -56,11 +56,11 @@ class Documents:
         return self.read(document, start, stop)
 
     def costs_loss(self, targets: np.ndarray) -> Bool[np.ndarray, "..."]:
-        """Which of these targets cost loss, in an array of their shape."""
+        """True for each of these targets that costs loss, in an array of their shape."""
         return np.isin(targets, self.free, invert=True)
 
     def counted_targets(self) -> list[Bool[np.ndarray, " targets"]]:
-        """Which targets of each document cost loss: number `i` of a document is its token `i + 1`."""
+        """True for each target of each document that costs loss: number `i` of a document is its token `i + 1`."""
         lengths = self.lengths.tolist()
         if not self.free:
             return [np.ones(max(length - 1, 0), bool) for length in lengths]

@@ -82,7 +82,7 @@ class StoreInfo:
     skipped: list[str]
     """The reasons why documents, or files of documents, were left out."""
     changed: int | None = None
-    """The number of documents whose text does not come back from their tokens; None: an older store doesn't know."""
+    """The number of documents of which decoding does not give the text; None: an older store doesn't know."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of the source and of the vocabulary, which messages compare; older stores have none."""
 

@@ -32,7 +32,7 @@ PIECE = 2**16
 """The number of characters of a large text that are encoded at once, and of ids that are decoded."""
 DEFAULT_END = "<|endoftext|>"
 UNKNOWN = "\u2047"
-"""The character that stands for what a vocabulary has no token for."""
+"""The character that stands for characters for which a vocabulary has no token."""
 PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
 """A text of what vocabularies often change, to test one with: whitespace, composed and rare characters, digits."""
 
@@ -78,7 +78,7 @@ class Vocabulary:
         self.size = round_up(max(len(pieces), end_of_document + 1), size_multiple)
         """The number of ids, including unused ones."""
         self.writable = np.array([bool(piece) for piece in pieces] + [False] * (self.size - len(pieces)))
-        """Which ids a model may write, bool[size]: those that stand for bytes, and the end of a document."""
+        """True for the ids that a model may write, bool[size]: those that stand for bytes, and the document's end."""
         self.writable[end_of_document] = True
 
     @property
@@ -96,7 +96,7 @@ class Vocabulary:
         return self.encode(text)
 
     def restores(self, text: str, ids: np.ndarray) -> bool:
-        """Whether a text comes back from its tokens: documents are checked with it while they are prepared."""
+        """Whether decoding a text's tokens gives the text: documents are checked with it while they are prepared."""
         return self.document_bytes(ids) == text.encode(errors="surrogatepass")
 
     def lacks(self, character: str) -> bool:
@@ -125,7 +125,7 @@ class Vocabulary:
         return b"".join(b"".join(map(self._pieces.__getitem__, part)) for part in parts)
 
     def save(self, folder: str | Path) -> None:
-        """Writes what `load_vocabulary` reads into an existing local folder."""
+        """Writes the files that `load_vocabulary` reads into an existing local folder."""
         write_whole(Path(folder) / SETTINGS_NAME, json.dumps(self._settings, indent=2) + "\n")
         if self.file_name:
             write_whole(Path(folder) / self.file_name, self._model)
@@ -161,7 +161,7 @@ class VocabularyConfig:
     """The fields that all kinds of vocabularies have."""
 
     size_multiple: int = 1
-    """Rounds the size up to a multiple that is efficient on the hardware; the additional ids are never used."""
+    """The multiple to which the size is rounded up for the hardware; the additional ids are never used."""
 
     size: ClassVar[int] = 32_000
 

@@ -47,7 +47,7 @@ class Losses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReadingMode:
-    """How an evaluator reads the segments of its lanes."""
+    """The way in which an evaluator reads the segments of its lanes."""
 
     step: Callable[[Model, int, Any, Any, Batch], tuple[Any, Losses]]
     """`step(model, loss_slice, params, carry, batch)` reads a segment of every lane. Returns the carry after it, and
@@ -135,7 +135,7 @@ class Evaluator:
         self._targets = np.maximum(self._split.lengths - 1, 0)
         self._starts = np.cumsum(self._targets) - self._targets
         self.counted_targets = self._split.counted_targets()
-        """Which targets of each evaluated document cost loss (`Documents.counted_targets`)."""
+        """The targets of each evaluated document that cost loss (`Documents.counted_targets`)."""
         self._counted = np.concatenate(self.counted_targets)
         blocks = -(-self._targets // window)
         shards = lane_shards(mesh)

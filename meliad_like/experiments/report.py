@@ -1,4 +1,4 @@
-"""What the runs of a table left in their folders: means over the seeds, as Markdown, CSV and for the terminal."""
+"""The report of a table's runs, from their folders: means over the seeds, as Markdown, CSV and for the terminal."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -192,7 +192,7 @@ def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -
 
 
 def _baselines(results: Results) -> str:
-    """What rows are compared with, by the labels of both where there are several."""
+    """The baselines with which rows are compared, by the labels of both where there are several."""
     labels = {row.name: row.label for row in results.table.rows}
     compared: dict[str, list[str]] = {}
     for row in results.rows:

@@ -66,7 +66,7 @@ class Question(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What questions must have in common to be read in one batch."""
+    """The properties that questions must have in common to be read in one batch."""
 
     model: Model
     length: int
@@ -103,7 +103,7 @@ class HarnessModel(TemplateLM):
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results."""
+        """The facts that the harness writes into its results."""
         opened = self.lm.opened
         return {
             "checkpoint": self._name,
@@ -250,7 +250,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the task's `until`, which is left out."""
+        """The model's continuation of each context, up to the first of the task's `until`, which is left out."""
         results = [""] * len(requests)
         # Texts are written side by side if their settings are the same.
         settings_of = lambda i: json.dumps(requests[i].args[1], sort_keys=True)  # noqa: E731
@@ -275,7 +275,7 @@ class HarnessModel(TemplateLM):
         do_sample: bool,
         **settings: Any,
     ) -> list[str]:
-        """What the model writes after each context, with a seed for each."""
+        """The model's continuation of each context, with a seed for each."""
         if unknown := settings.keys() - set(SAMPLING):
             raise UserError(f"generation_kwargs.{min(unknown)} is not one of do_sample, {', '.join(SAMPLING)}")
         states = self.lm.read_batch([self.tok_encode(context) or [self.prefix_token_id] for context in contexts])

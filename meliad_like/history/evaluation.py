@@ -95,7 +95,7 @@ def read_strides(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What selections reach on the same documents."""
+    """The results of selections on the same documents."""
 
     config: HistoryConfig
     documents: pd.DataFrame
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def _of_stride(reading: StrideReading, name: str, config: HistoryConfig, model_flops: float) -> tuple[float, ...]:
-    """What a stride adds to `SUMS` of a selection."""
+    """The numbers that a stride adds to `SUMS` of a selection."""
     losses, selects = reading.nats[name], reading.stride.selects
     count, nats = len(losses), float(losses.sum(dtype=np.float64))
     count_where_selected, nats_where_selected = count * selects, nats * selects

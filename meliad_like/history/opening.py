@@ -20,7 +20,7 @@ from meliad_like.run.opening import OpenedCheckpoint, open_checkpoint, open_stor
 
 
 class HistoryRequest(NamedTuple):
-    """What the flags of the command line ask for."""
+    """The request that the flags of the command line make."""
 
     checkpoint: str
     step: int | None = None

@@ -31,7 +31,7 @@ class HistoryConfig:
     """Largest number of candidates of a stride that a model reads, a random subset; None: all. Rankings that run no
     model choose among all candidates."""
     baseline: Literal["bare", "contiguous"] = "bare"
-    """What the gain of a span is measured against (equation 2): the recent text alone (`bare`), or the recent text and
+    """The baseline of the gain of a span (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
     overlap: Literal["multiset", "set", "jaccard"] = "multiset"
     """How the overlap of a span with other text is measured, which the paper leaves open: number of common tokens with
@@ -79,8 +79,8 @@ class SelectorConfig:
     """The model that learns which spans help, by default the paper's."""
 
     context: Literal["prefix", "released_code"] = "prefix"
-    """What is read in addition to the span: the text before the targets, or, as in the released code, the recent text
-    with its targets. The latter leaks the future, and exists for comparison only."""
+    """The text that is read in addition to the span: that before the targets, or, as in the released code, the
+    recent text with its targets. The latter leaks the future, and exists for comparison only."""
     context_tokens: int | None = None
     """Number of tokens of `prefix`; None: the window's necessary prefix."""
     encoder_layers: int = 0

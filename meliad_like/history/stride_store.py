@@ -31,7 +31,7 @@ WITHOUT_EFFECT = ("first_selection", "overlap", "first_token")
 
 @dataclasses.dataclass(frozen=True)
 class StoreInfo:
-    """What decides the numbers."""
+    """The facts that determine the numbers."""
 
     what: Literal["scores", "selections"]
     """`scores`: the gains (equation 2) of all candidates of the strides that a selector is trained on, in nats.
@@ -65,7 +65,7 @@ class StoreInfo:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for making numbers to be resumed; the rest has its defaults."""
+        """The values that must be the same for making numbers to be resumed; the rest has its defaults."""
         without_effect = [f"HistoryConfig.{name}" for name in (WITHOUT_EFFECT if self.what == "scores" else ())]
         return {name: value for name, value in bound_values(self).items() if name not in without_effect}
 

@@ -1,4 +1,4 @@
-"""What a language model returns: states, probabilities, hidden states and texts."""
+"""The results of a language model: states, probabilities, hidden states and texts."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from meliad_like.training.checkpoints import named_arrays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """What a model remembers of a text. Its size does not depend on the length of the text.
+    """The memory of a model after a text. Its size does not depend on the length of the text.
 
     No method changes a state, so any number of texts can continue it. The states of one batch share
     their memory, which is kept as long as one of them; `copy` separates a state from its batch.
@@ -109,7 +109,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outputs:
-    """What a model computes for each token of a text."""
+    """The numbers that a model computes for each token of a text."""
 
     tokens: Int[np.ndarray, " n"]
     logits: Float[np.ndarray, "n v"]
@@ -120,7 +120,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Continuation:
-    """What a model has written; `str` of it is the text."""
+    """A text that a model has written; `str` of it is the text."""
 
     text: str
     tokens: list[int]

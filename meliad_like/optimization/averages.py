@@ -40,7 +40,7 @@ def with_average(
     """An optimizer whose parameters are averaged after each update; their initial values don't count.
 
     Args:
-      optimizer: what moves the parameters.
+      optimizer: the optimizer that moves the parameters.
       decay: factor on the weights of all earlier parameters, in each update.
       interpolation: see `Averaged`.
       weight: the number of updates before -> the weight of the parameters after this one.

@@ -100,7 +100,7 @@ class Adam(OptimizerConfig):
     second_decay: float = 0.98
     """Decay of the second moment."""
     epsilon: float = 1e-8
-    """What is added to the root of the second moment, by which a step is divided."""
+    """The epsilon, which is added to the root of the second moment, by which a step is divided."""
 
     def __post_init__(self):
         super().__post_init__()

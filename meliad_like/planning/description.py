@@ -22,7 +22,7 @@ measured (docs/performance.md). Models with recurrences reach less."""
 
 
 class Description(NamedTuple):
-    """What a run needs, over all devices together."""
+    """The needs of a run, over all devices together."""
 
     model: Model
     """The model of the last stage."""

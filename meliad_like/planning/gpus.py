@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """What differs between kinds of GPUs."""
+    """The properties in which kinds of GPUs differ."""
 
     kind: str
     capability: str

@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
 class Need(NamedTuple):
-    """What one program needs on each device, in bytes."""
+    """The memory that one program needs on each device, in bytes."""
 
     name: str
     topology: Topology

@@ -1,4 +1,4 @@
-"""What happens between the steps of a training: evaluations and samples."""
+"""Hooks that are called between the steps of a training: evaluations and samples."""
 
 import functools
 import operator

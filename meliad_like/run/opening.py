@@ -119,7 +119,7 @@ def open_checkpoint(
             raise UserError(f"{changed} would need other parameters than those of the checkpoint {folder}")
         if (on_this_platform := run.model.on_this_platform()) != run.model:
             model = Model(on_this_platform, vocabulary.size)
-        # Not a mesh of one device: jitted functions would be compiled again for arrays that are not on that mesh.
+        # On a mesh of one device, jitted functions would be compiled again for arrays that are not on that mesh.
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
         if mesh is not None:
             mesh = make_mesh(run.mesh) if mesh == "config" else mesh
@@ -131,7 +131,7 @@ def open_checkpoint(
 
 def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
     """The config of a training that starts with the model in a folder (`open_model`): that of base.gin with this model
-    and its vocabulary, and the changes. What names another model (`RunConfig.model`) wins."""
+    and its vocabulary, and the changes. A change that names another model (`RunConfig.model`) wins."""
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):

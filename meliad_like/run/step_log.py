@@ -1,4 +1,4 @@
-"""What a training says of its steps: the averages of their metrics, and why it ends at a step that is not finite."""
+"""The log of a training's steps: the averages of their metrics, and the error at a step that is not finite."""
 
 import math
 import time
@@ -21,13 +21,13 @@ from meliad_like.training.step import StepMetrics, TrainState
 
 
 class LogFacts(NamedTuple):
-    """What the log of a stage needs and what is known before its first step."""
+    """The facts for the log of a stage that are known before its first step."""
 
     learning_rate: Callable[[int], object]
-    """Number of updates done -> the learning rate of the next one."""
+    """A function from the number of updates done to the learning rate of the next one."""
     tokens_per_step: int
     epochs_per_step: float
-    """An epoch of a mixture of token stores reads as many targets as all of them have."""
+    """The share of an epoch in a step. An epoch of a mixture of stores reads as many targets as all of them have."""
     bytes_per_token: float
     """The number of bytes for each target; NaN if bytes are not counted."""
     flops_per_token: float
@@ -37,7 +37,7 @@ class LogFacts(NamedTuple):
 
 
 def log_facts(setup: StageSetup) -> LogFacts:
-    """What the log of a stage needs. On a device without a data sheet it measures the peak rate, once."""
+    """The facts for the log of a stage. On a device without a data sheet it measures the peak rate, once."""
     run, reader = setup.run, setup.reader
     totals = [store.totals("train") for store in setup.stores]
     targets_per_step = run.data.tokens_per_step * (1 - reader.padding_share)

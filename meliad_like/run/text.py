@@ -1,4 +1,4 @@
-"""Texts for a trained model: prompts, beginnings of documents, and what a saved carry must fit."""
+"""Texts for a trained model: prompts, beginnings of documents, and the identity that a saved carry must fit."""
 
 import hashlib
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def encode_text(
 
 
 def check_text(text: object) -> None:
-    """Raises a UserError for what is neither a text nor its tokens, such as a file."""
+    """Raises a UserError for an object that is neither a text nor its tokens, such as a file."""
     try:
         tokens = np.asarray([] if isinstance(text, str) else text)
     except ValueError:  # lists of several lengths

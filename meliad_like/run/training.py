@@ -106,7 +106,7 @@ def train(
 
 
 def _announce(setups: Sequence[StageSetup], start_step: int, load_dir: str | None, session: Session) -> None:
-    """Says what these stages train, and which settings have no effect."""
+    """Prints the number of parameters and of steps, and warnings about settings that have no effect."""
     run, reader, say = setups[0].whole_run, setups[0].reader, session.writer.say
     num_steps, warmup = run.training.num_steps, run.schedule.warmup_steps
     say(

@@ -1,4 +1,4 @@
-"""What the gates of a model have learned, and how its states change along a document.
+"""A study of the gates of a model: what they have learned, and how the states change along a document.
 
 A gate keeps the share g of each channel of a state in each block, so that the share g^t of an update is left after t
 blocks: its time constant is -1/log(g) blocks, its half-life log(2) times that. A fixed gate has one g for each channel;

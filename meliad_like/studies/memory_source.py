@@ -35,12 +35,12 @@ ATTEMPTS = 2000
 
 
 class Problem(NamedTuple):
-    """What a document asks."""
+    """The text and the questions of a document."""
 
     written: str
-    """What has to be remembered."""
+    """The items that have to be remembered."""
     content: str
-    """What the answers depend on: documents with the same content are in the same split."""
+    """The content on which the answers depend: documents with the same content are in the same split."""
     questions: list[tuple[str, str]]
     """Pairs (question, answer); `MemoryTasksSource.document` draws some of them."""
     filler: Sequence[str]
@@ -125,7 +125,7 @@ TASKS = {
 
 
 class Cell(NamedTuple):
-    """What the documents of a cell of the map have in common. A document's name begins with it."""
+    """The settings that the documents of a cell of the map have in common. A document's name begins with it."""
 
     task: str
     items: int

@@ -1,4 +1,4 @@
-"""What a study finds, as a folder: a CSV file of each table, a PNG file of each chart, a summary, and a page of all.
+"""The results of a study as a folder: a CSV file of each table, a PNG file of each chart, a summary, a page of all.
 
 Documents and names are not trusted: the page's template escapes all text, and has no program.
 """
@@ -60,7 +60,7 @@ class Chart(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """What a study finds."""
+    """The results of a study."""
 
     title: str
     lead: Sequence[str]

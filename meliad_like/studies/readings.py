@@ -38,7 +38,7 @@ class Subject(NamedTuple):
     folder: str
     """The checkpoint's folder."""
     changes: list[str]
-    """What is changed of its config, as `field=value`."""
+    """The changes of its config, as `field=value`."""
     opened: OpenedCheckpoint
 
     @property

@@ -73,7 +73,7 @@ class Profiler:
 
 
 class Session(NamedTuple):
-    """What every training has open while it runs."""
+    """The resources that every training has open while it runs."""
 
     folder: epath.PathLike
     checkpoints: Checkpoints

@@ -1,4 +1,4 @@
-"""What a run shows of its metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
+"""The outputs of a run's metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
 
 import functools
 import io
@@ -33,7 +33,7 @@ UPLOAD_SECONDS = 30.0
 
 @dataclass
 class Unlogged:
-    """What a run knows of its steps since the last log; checkpoints carry it to the next row of a resumed run."""
+    """The sums over the steps since the last log; checkpoints carry them to the next row of a resumed run."""
 
     sums: dict[str, float] = field(default_factory=dict)
     weight: int = 0
@@ -146,7 +146,7 @@ class MetricsWriter:
             tracker.flush()
 
     def keep(self) -> dict[str, Any]:
-        """Lets all rows reach the disk or the object store; returns what a checkpoint keeps of the log, for JSON."""
+        """Lets all rows reach the disk or the object store; returns the part of the log that a checkpoint saves."""
         if self._active:
             flush(self._local / FILE_NAME)
             flush(self._local)

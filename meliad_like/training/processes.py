@@ -165,7 +165,11 @@ def on_process_0(work: Callable[[], None], refused: str) -> None:
 
 
 def agreed(problem: str | None, elsewhere: str) -> str | None:
-    """The problem that process 0 has, if any; the other processes learn only that it has one, and get `elsewhere`."""
+    """Broadcasts whether process 0 has a problem.
+
+    Returns:
+      In process 0 the problem, in all others the message `elsewhere`; None in all of them if there is no problem.
+    """
     has_problem = problem is not None
     if jax.process_count() > 1:
         has_problem = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_problem)))

@@ -27,13 +27,13 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """The number of steps done, including skipped steps."""
     params: Any
-    """What is evaluated; the optimizer may compute gradients at others (`optimization/averages.py`)."""
+    """The evaluated parameters; the optimizer may compute gradients at others (`optimization/averages.py`)."""
     optimizer_state: Any
     carry: Any
     num_skipped: Int[Array, ""]
     """The number of skipped steps, whose loss or gradient was not finite (`nonfinite="skip"`)."""
     halted: Bool[Array, ""]
-    """Set by a step with a non-finite loss or gradient under `nonfinite="stop"`; later steps change nothing."""
+    """Whether a step under `nonfinite="stop"` had a non-finite loss or gradient; later steps change nothing."""
 
     def starting_with(self, params: Any) -> "TrainState":
         """The state before the first step with other parameters, which an average of the parameters begins with too."""

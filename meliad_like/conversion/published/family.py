@@ -1,4 +1,4 @@
-"""What a family of published models is: the fields of its config.json, and the places of our parameters in its files.
+"""The base of families of published models: fields of config.json, and the places of our parameters in the files.
 
 A constant of a published forward pass (`1 + weight`, a multiplier) is folded into the parameters when they are read,
 and divided out when they are written.
@@ -101,7 +101,7 @@ class Part(NamedTuple):
     """The rows of the tensor that it is, along the tensor's first axis; None: all."""
     factor: float | np.ndarray = 1.0
     offset: float = 0.0
-    """What is added to the tensor's values times the factor."""
+    """The number that is added to the tensor's values times the factor."""
     size: int = 0
     """If a parameter has several parts: the length of this one, along the parameter's first axis."""
 

@@ -1,4 +1,4 @@
-"""What several families have in common: places of parameters, positions and kinds of layers."""
+"""Functions that several families share: places of parameters, positions and kinds of layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +72,7 @@ def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def layer_types(fields: Fields, number: int, default: Sequence[str]) -> tuple[str, ...]:
-    """What each layer has, `recurrent` or `attention`; `default` is that of a config.json that does not say it."""
+    """The kind of each layer, `recurrent` or `attention`; `default`: the kinds for a config.json without them."""
     kinds = fields("layer_types", list, None)
     if kinds is None:
         return tuple(default)

@@ -31,7 +31,7 @@ class Row:
     trained_as: str = ""
     """The row whose training this row shares; it is evaluated by itself."""
     extra: bool = False
-    """Whether scales below the paper's make it only if it is named; `yes`, or an empty cell."""
+    """If true, scales below the paper's leave this row out unless it is named; `yes`, or an empty cell."""
     vocabulary_size: int = 0
     """The size of the row's own vocabulary; 0: it has the task's."""
     paper: Mapping[str, float] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is made of a table, and where; common to all tables."""
+    """The settings with which a table is made, common to all tables."""
 
     scale_name: str
     gin_files: tuple[str, ...]

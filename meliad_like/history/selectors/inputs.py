@@ -1,4 +1,4 @@
-"""What a selector reads and learns from: texts, and scored places in documents.
+"""The inputs of a selector, and the examples that it learns from: texts, and scored places in documents.
 
 Places are lines of a frame (`StrideStore.rows`): `document`, number of the `stride` in it, `end` of the span, and
 `score`, the gain of equation 2, in nats.
@@ -63,7 +63,7 @@ class SelectorInputs:
 
 
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
-    """What a selector of this config reads.
+    """The inputs of a selector of this config.
 
     Raises a UserError if the separator is not one token of the vocabulary, or a span is all that it could read.
     """

@@ -78,7 +78,7 @@ class Selector:
 
     @property
     def kinds(self) -> Params:
-        """What each parameter of `init` is (`layers.basic.Kind`)."""
+        """The kind of each parameter of `init` (`layers.basic.Kind`)."""
         linear = {"kernel": "matrix", "bias": "bias"}
         return {"encoder": self.encoder.kinds, "head": {"hidden": linear, "output": linear}}
 

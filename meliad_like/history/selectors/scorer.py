@@ -36,7 +36,7 @@ SPANS = ("span_length", "separator")
 
 
 def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What decides a selector, for `selector.json` and every checkpoint."""
+    """The facts that determine a selector, for `selector.json` and every checkpoint."""
     return {
         "settings": bound_values(inputs.layout.config) | bound_values(selector.config),
         "encoder": bound_values(selector.encoder_config),
