@@ -14,6 +14,7 @@ from meliad_like.kernels import recurrence_gpu, recurrence_gpu_channels
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import matrix_recurrence
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.models.decoder import DecoderConfig
@@ -83,6 +84,15 @@ def test_factors_of_products_may_be_bfloat16(kind):
     ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
     for name, x in default.items():
         assert 1e-4 < np.linalg.norm(ours[name] - x) / np.linalg.norm(x) < 2e-2, name
+
+
+@pytest.mark.parametrize("kind", ["mamba", "kimi"])
+def test_a_mesh_may_divide_heads_where_it_cannot_divide_groups(kind):
+    arguments = recurrences.rule_of(kind), recurrences.first_states(), recurrences.starts("documents")
+    with jax.set_mesh(make_mesh(MeshConfig(tensor=recurrences.H), jax.devices()[: recurrences.H])):
+        ours = results(functools.partial(read_chunks_in_kernel, interpret=True, values=1, slice=1), *arguments)
+    for name, x in results(read_chunks, *arguments).items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
 
 
 @pytest.fixture

@@ -78,8 +78,14 @@ def read_chunks_in_kernel(
     options = Options(jnp.dtype(dtype), values, slice, warps, stages, interpret)
     lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
     by_head = PartitionSpec(lanes, heads)
-    # A mesh can't divide groups of which it has more parts than there are; then each device has all of them.
-    shared = by_head if rule.query.shape[1] % _parts(heads) == 0 else PartitionSpec(lanes)
+    groups = rule.query.shape[1]
+    # All devices have a group that all heads share.
+    shared = by_head if groups > 1 else PartitionSpec(lanes)
+    if groups > 1 and groups % _parts(heads):
+        # A mesh that can't divide the groups divides the heads, each with its own queries and keys: of several groups,
+        # a device could not tell which one its heads belong to.
+        query, key = (jnp.repeat(x, rule.value.shape[1] // groups, axis=1) for x in (rule.query, rule.key))
+        rule = rule._replace(query=query, key=key)
     of_rule = Rule(shared, shared, by_head, by_head, None if rule.strength is None else by_head)
 
     def run(rule, matrix, start):
