@@ -327,9 +327,10 @@ def of_bytes(tmp_path_factory):
     return folder, [*others, *more, *steps]
 
 
-def test_matrices_stay_in_bfloat16_for_reading():
-    """Those of a file in bfloat16 lose nothing."""
-    lm, whole = meliad_like.load(GOLDEN / "qwen3_5", dtype="bfloat16"), meliad_like.load(GOLDEN / "qwen3_5")
+@pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
+def test_matrices_stay_in_bfloat16_for_reading(name):
+    """Those of a file in bfloat16 lose nothing, nor do vectors of tokens that are multiplied by a factor."""
+    lm, whole = meliad_like.load(GOLDEN / name, dtype="bfloat16"), meliad_like.load(GOLDEN / name)
     assert {str(x.dtype) for x in jax.tree.leaves(lm.params) if x.ndim > 1} == {"bfloat16"}
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32") if x.ndim > 1 else x, whole.params)
     same = LanguageModel(whole.opened._replace(params=rounded))

@@ -398,7 +398,9 @@ class Stack(BaseDecoder):
         table = self.embedding[...]
         # Rounded after the lookup, so that the gradient of a frequent token, a sum of many small terms, is float32.
         x = embed(table if tokens.ndim == 1 else constrain(table, vocabulary, None), tokens)
-        return (x if self.config.embedding_scale == 1 else x * self.config.embedding_scale).astype(self.dtype)
+        # In float32, because a table that is kept in bfloat16 would have factor and product rounded to it.
+        scale = self.config.embedding_scale
+        return (x if scale == 1 else x.astype(jnp.float32) * scale).astype(self.dtype)
 
     def finish(self, x, dropout_key):
         return tiled_dropout(self.final_norm(x), self.config.dropout_rate, dropout_key)
