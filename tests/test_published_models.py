@@ -245,6 +245,18 @@ def test_older_files_say_the_same(tmp_path, name, changes):
     assert dataclasses.replace(old.model.config, published="") == dataclasses.replace(new.model.config, published="")
 
 
+def test_null_is_no_bound_of_the_logits(tmp_path):
+    lm = meliad_like.load(copied("recurrent_gemma", tmp_path / "folder", {"logits_soft_cap": None}))
+    assert lm.model.config.logit_bound is None
+
+
+def test_the_whole_config_may_say_that_the_embedding_is_tied(tmp_path):
+    """Where that of the language model doesn't."""
+    text = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())["text_config"]
+    del text["tie_word_embeddings"]
+    assert meliad_like.load(copied("qwen3_5", tmp_path / "folder", {"text_config": text})).model.config.tied_embedding
+
+
 def test_names_of_tensors_in_other_files(tmp_path):
     """An older name of the embedding, and convolutions and norms of OLMo as they are named in its code."""
     for name, renamed in (

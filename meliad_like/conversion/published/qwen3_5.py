@@ -31,6 +31,7 @@ class Qwen35Family(Family):
             return saved
         if not isinstance(text := saved.get("text_config"), dict):
             raise UserError(f"{owner} has no text_config")
+        text = {"tie_word_embeddings": saved.get("tie_word_embeddings", False)} | text
         return text | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
 
     def name(self, tensor, config):

@@ -63,7 +63,8 @@ class RecurrentGemmaFamily(Family):
             feedforward_bias=True,
             embedding_scale=float(np.sqrt(d).astype(ml_dtypes.bfloat16)),
             logit_scale=1.0,
-            logit_bound=fields("logits_soft_cap", float, 30.0),
+            # Null: no bound.
+            logit_bound=fields("logits_soft_cap", float, None if "logits_soft_cap" in fields.saved else 30.0),
             norm_epsilon=fields("rms_norm_eps", float, 1e-6),
             tied_embedding=fields("tie_word_embeddings", bool, True),
             window_length=BLOCK,
