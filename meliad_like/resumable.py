@@ -117,7 +117,7 @@ def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     process ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not "w": a refused process must not erase what the owner has written.
+    # With "w" a refused process would erase what the owner has written.
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))

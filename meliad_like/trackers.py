@@ -1,4 +1,4 @@
-"""Where a run's metrics are shown in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
+"""Trackers of a run's metrics in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
 
 import importlib
 import socket
@@ -73,7 +73,7 @@ class _EventFile(Tracker):
         from tensorboardX.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # type: ignore
-        # Not a `SummaryWriter`, whose thread prints tracebacks when the disk is full.
+        # The thread of a `SummaryWriter` would print tracebacks when the disk is full.
         self._file = RecordWriter(str(run.folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
         self.flush = self._file.flush
         self._write(0, file_version="brain.Event:2")

@@ -376,7 +376,7 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _beginnings(input_ids: Tensor, memory: DocumentsMemory | None, position_ids: Tensor | None) -> list[int]:
-        """Where in the rows documents begin, except for the first token."""
+        """The places in the rows at which documents begin, except for the first token."""
         if position_ids is None:
             return []
         n = input_ids.shape[1]

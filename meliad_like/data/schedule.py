@@ -50,7 +50,7 @@ class Schedule:
     """int64[documents]: the documents' lengths in blocks. Documents of 0 blocks are left out."""
     num_lanes: int
     seed: int
-    """With the epoch's number, the seed determines the order of that epoch; it is not negative."""
+    """The seed, not negative, which determines the order of an epoch together with the epoch's number."""
     _: dataclasses.KW_ONLY
     shuffle: bool = True
     """A new random order each epoch; otherwise the longest documents come first, which lets the lanes of a finite

@@ -135,7 +135,7 @@ def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
 
 
 def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """How the training of each selector went: Markdown, or nothing if there was none."""
+    """The report of the training of each selector: Markdown, or nothing if there was none."""
     lines = []
     for row in rows:
         path = folder / row.name / "metrics.jsonl"

@@ -39,7 +39,7 @@ class SamplingConfig:
 def writable_tokens(
     vocabulary: Vocabulary, end_tokens: Collection[int] = (), forbidden_tokens: Collection[int] = ()
 ) -> Bool[np.ndarray, " v"]:
-    """Which tokens may be written: those that stand for something, and end tokens, which may be control tokens.
+    """The mask of tokens that may be written: those with a text, and end tokens, which may be control tokens.
 
     Raises:
       UserError: a token is not in the vocabulary, or none may be written.

@@ -18,10 +18,10 @@ class AncientHistoryReaderConfig(ReaderConfig):
 
     history: HistoryConfig = dataclasses.field(default_factory=HistoryConfig)
     selection: Literal["random", "recent", "prefix_overlap", "file"] = "random"
-    """Which spans are selected: random ones, the last ones before the recent text, those that share the most tokens
+    """The spans that are selected: random ones, the last ones before the recent text, those that share the most tokens
     with the necessary prefix, or (`file`) those that `python -m meliad_like.history select` has written."""
     selections: str = ""
-    """For `file`: folder with a sub-folder of selections for each split."""
+    """The folder for `file`, with a sub-folder of selections for each split."""
 
     used_by_evaluations = True
 

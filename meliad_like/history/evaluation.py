@@ -170,7 +170,7 @@ COMPARISONS = {
 
 @cache
 def _drawn(num_documents: int) -> Int[np.ndarray, "resamples documents"]:
-    """How often each document is in each resample."""
+    """The number of times that each document is in each resample."""
     raw = np.random.PCG64(0).random_raw(NUM_RESAMPLES * num_documents)
     documents = (raw % np.uint64(num_documents)).astype(np.int64).reshape(NUM_RESAMPLES, num_documents)
     return np.stack([np.bincount(resample, minlength=num_documents) for resample in documents])

@@ -99,7 +99,7 @@ its split; the position in the document; the tokens shared with the necessary pr
 
 
 def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:
-    """How much each span has in common with a text, as `HistoryConfig.overlap` measures it.
+    """The overlap of each span with a text, as `HistoryConfig.overlap` measures it.
 
     A token that a separator replaces is not part of the span.
     """

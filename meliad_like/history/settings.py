@@ -12,7 +12,7 @@ from meliad_like.validation import check_choices, check_not_negative, check_posi
 
 @dataclasses.dataclass(frozen=True)
 class HistoryConfig:
-    """Which spans of a document's past come into a window, and how; the defaults are those of the paper's code."""
+    """The spans of a document's past that come into a window, and how; the defaults are those of the paper's code."""
 
     window_length: int = size(1024, "length")
     """Tokens of a window, targets included."""
@@ -34,10 +34,10 @@ class HistoryConfig:
     """The baseline of the gain of a span (equation 2): the recent text alone (`bare`), or the recent text and
     the span_length tokens before it (`contiguous`), as in the released scores."""
     overlap: Literal["multiset", "set", "jaccard"] = "multiset"
-    """How the overlap of a span with other text is measured, which the paper leaves open: number of common tokens with
+    """The measure of a span's overlap with other text, which the paper leaves open: number of common tokens with
     repetitions, number of different common tokens, or the latter divided by that of different tokens in either."""
     first_token: Literal["left_out", "released_code"] = "left_out"
-    """How a document's first token, which nothing precedes, is counted: not at all, or, as in the released code, with
+    """The loss of a document's first token, which nothing precedes: left out, or, as in the released code,
     the mean loss of the document's first stride."""
     seed: int = size(0, "fixed")
     """Seed of random spans and of random subsets of candidates."""
@@ -105,10 +105,10 @@ class SelectorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SelectorTrainingConfig:
-    """How a selector is trained, by default as in the authors' code. Each `..._every` counts steps; 0: at the end."""
+    """The training of a selector, by default as in the authors' code. Each `..._every` counts steps; 0: at the end."""
 
     num_steps: int = resumable(45_541)
-    """By default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
+    """The number of steps, by default one epoch of the authors' 728,654 pairs; their number of epochs is not known."""
     batch_size: int = 16
     optimizer: Any = kind_field(
         OPTIMIZERS, lambda: Adam(base_rate=1e-5, weight_decay=0.0, second_decay=0.999, epsilon=1e-6)

@@ -168,7 +168,7 @@ class Layout:
     def window(self, document: Tokens, stride: Stride, ends: Ends) -> Window:
         """The window of a stride, with the spans of `select` in place of its first tokens (section 2, figure 1).
 
-        Fewer spans than there is room for leave more of the recent text where it is, and no spans all of it.
+        Fewer spans than `num_spans` leave more of the recent text where it is, and no spans all of it.
         """
         tokens = np.array(document[stride.begin : stride.end], np.int32)
         tokens[: len(ends) * self.config.span_length] = self.span_tokens(document, ends).reshape(-1)

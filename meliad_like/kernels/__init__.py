@@ -1,1 +1,1 @@
-"""Kernels: what a platform computes in another way, above the mathematics that they repeat."""
+"""Kernels: computations in the way that is fastest on a platform, above the mathematics that they repeat."""

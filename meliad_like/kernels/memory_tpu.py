@@ -193,7 +193,7 @@ class _Piece:
         self.is_needed = self.index * self.num_slots < self.filled
 
     def begin(self, *results: tuple) -> None:
-        """With the first piece, fills each result with a value."""
+        """Fills each result with a value, if this is the first piece."""
 
         @pl.when(self.index == 0)
         def _():

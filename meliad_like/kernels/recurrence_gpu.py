@@ -67,7 +67,7 @@ def read_chunks_in_kernel(
     warps: tuple[int, int] = (4, 8),
     stages: tuple[int, int] = (2, 1),
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
-    """As `read_chunks`, also under a mesh, where each device computes its lanes and heads.
+    """Computes `read_chunks`, also under a mesh, where each device computes its lanes and heads.
 
     Args:
         dtype: the type to which queries, keys, values and states are rounded for products, that of the activations;
@@ -211,7 +211,7 @@ class _Grid:
         return jax.ShapeDtypeStruct((self.b, self.h, self.n, size), self.options.dtype)
 
     def _head(self, h: Any) -> tuple[Any, Any]:
-        """The group of a head, and its place there."""
+        """The group of a head, and its index in the group."""
         return (jax.lax.div(h, self.r), jax.lax.rem(h, self.r)) if self.r > 1 else (h, 0)
 
     def _specs(self, grid, of_head, of_group, of_chunk, values, states, matrix=None) -> _Specs:
@@ -269,7 +269,7 @@ class _Grid:
         return self.call(solved_kernel, at, read, [of_values, (self.vectors(self.k), at.of_head(self.k))])
 
     def call(self, kernel, specs: _Specs, read, written, warps: int | None = None) -> list[Any]:
-        """Runs a kernel, a function of the references to what is read and written, in pairs of arrays and specs."""
+        """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
         options, is_sequential = self.options, specs is self.through_segment
         read, written = ([(x, _with_array(x, spec)) for x, spec in pairs] for pairs in (read, written))
         return pl.pallas_call(
@@ -287,7 +287,7 @@ class _Grid:
 
 
 def _with_array(arrays: Any, specs: Any) -> Any:
-    """The specs of what there is."""
+    """The specs of the arrays that are not None."""
     if isinstance(arrays, Chunk | Saved):
         return type(arrays)(*map(_with_array, arrays, specs))
     return None if arrays is None else specs

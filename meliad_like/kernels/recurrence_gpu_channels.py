@@ -33,12 +33,12 @@ class Channels(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What is made of them."""
+    """The products of a chunk's readers with its keys, and its decays."""
 
     of_queries: Any
-    """[b, c, h, 1, t, t]; in a program [t, t]."""
+    """[b, c, h, 1, t, t]: the products of queries; in a program [t, t]."""
     of_keys: Any
-    """[b, c, h, 1, t, t], float32."""
+    """[b, c, h, 1, t, t], float32: the products of keys."""
     decay: Any
     """[b, c, h, 1, t, k], float32: from the chunk's beginning to each token."""
     until_end: Any
@@ -46,7 +46,7 @@ class Products(NamedTuple):
 
 
 def _sums(options: Options, summed: Array, log_decay: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
-    """Sums of logarithms of decays, or of gradients. Those of numbers rounded to eleven bits are not enough."""
+    """Sums of logarithms of decays, or of gradients. Sums of numbers rounded to eleven bits are not enough."""
     precision = None if options.interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return product(summed.astype(jnp.float32), log_decay, contracted, precision)
 
@@ -58,7 +58,7 @@ def _triangles(t: int) -> tuple[Array, Array]:
 
 
 def _blocks(t: int, level) -> tuple[Array, Array]:
-    """For blocks of 2^level tokens: the tokens whose decays are summed for each token, up to it in every second block
+    """The tokens whose decays are summed for each token, in blocks of 2^level tokens: up to it in every second block,
     and from it to the end of the block in the others; and the pairs of readers and keys that have a product."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
     of_row, of_column = (jnp.right_shift(x, level) for x in (row, column))
@@ -122,7 +122,7 @@ def products_gradient_kernel(options: Options, x: Channels, cotangents: Products
             jnp.where(is_below, y[...].astype(jnp.float32), 0).astype(options.dtype)
             for y in (cotangents.of_queries, cotangents.of_keys)
         )
-        # Of queries and keys that are decayed.
+        # The gradients of queries and keys that are decayed.
         of_reader = product(of_queries, read)
         of_read = product(of_keys, read) + product(of_queries, reader, (0, 0)) + product(of_keys, read, (0, 0))
         of_sum = decay * (query * of_reader + key * of_read)
@@ -142,7 +142,7 @@ def products_by_channel_in_kernel(
     key: Float[Array, "b h n k"],
     log_decay: Float[Array, "b c h 1 t k"],
 ) -> Products:
-    """What `decayed_products` gives, where each head has its queries and keys; products of a key with itself are 0."""
+    """The results of `decayed_products` with queries and keys for each head; products of a key with itself are 0."""
     # exp(-128) is rounded to 0 in float32, so that the bound changes no decay.
     return _products(options, Channels(query, key, jnp.maximum(log_decay, -128)))
 

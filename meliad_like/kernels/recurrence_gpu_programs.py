@@ -1,4 +1,4 @@
-"""What each program of the kernels for linear recurrences computes (`kernels/recurrence_gpu.py`) for a head and lane.
+"""The programs of the kernels for linear recurrences (`kernels/recurrence_gpu.py`), each for a head and lane.
 
 In the names of a chunk's arrays: `t` tokens, keys of size `k`, values of size `p`, and `e` decays, one or `k`. Of its
 tokens, the *updates* u_t are what they write, and of the delta rule T is the inverse of I + beta (products of keys):
@@ -120,8 +120,8 @@ def slices(options: Options, p: int) -> Iterator[Any]:
 
 
 def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
-    """Writes what the updates are without a state [t, p], and what they lose of it [t, k]: u = of_values - of_keys S^T.
-    `of_values` is None where only the latter is asked for."""
+    """Writes the updates without a state [t, p], and the keys of the state's part of them [t, k]: u = of_values -
+    of_keys S^T. `of_values` is None where only the latter is asked for."""
     inverse, strength, precision = inverse[...], chunk.strength[...], exactly(options)
     decayed = chunk.key[...].astype(jnp.float32) * (strength * chunk.decay[...])
     of_keys[...] = product(inverse, decayed, precision=precision).astype(of_keys.dtype)
@@ -131,7 +131,7 @@ def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
 
 
 class Sequence(NamedTuple):
-    """What the tokens of a segment do with the states of a head, where a state passes from chunk to chunk."""
+    """The inputs of a segment for the states of a head, which pass from chunk to chunk."""
 
     first: Any
     """[c]: whether a document begins with each chunk."""
@@ -172,7 +172,7 @@ def states_kernel(options: Options, x: Sequence, matrix, of_values, of_keys, bef
 
 
 def _written(options: Options, update: Array, key: Array, until_end: Array) -> Array:
-    """What is left of updates at a chunk's end [p, k]."""
+    """The part of the updates that is left at a chunk's end [p, k]."""
     if until_end.shape[1] == 1:
         update = update * until_end
     else:
@@ -181,7 +181,7 @@ def _written(options: Options, update: Array, key: Array, until_end: Array) -> A
 
 
 def read_kernel(options: Options, chunk: Chunk, before, update, read):
-    """Writes what the tokens read [t, p]."""
+    """Writes the results that the tokens read [t, p]."""
     decayed = _times(options, chunk.query, chunk.decay)
     of_queries = chunk.of_queries[...]
     for at in slices(options, update.shape[1]):
@@ -234,7 +234,7 @@ def states_gradient_kernel(
 
 
 class Saved(NamedTuple):
-    """What the gradients of a chunk's inputs need."""
+    """The saved arrays that the gradients of a chunk's inputs need."""
 
     before: Any
     """[p, k]: the states before it."""
@@ -245,28 +245,28 @@ class Saved(NamedTuple):
     of_update: Any
     """[t, p]: the gradient of the updates."""
     cotangent: Any
-    """[t, p]: that of what is read."""
+    """[t, p]: the cotangent of the results."""
     inverse: Any
     """[t, t]; None without strength."""
 
 
 class _Sums(NamedTuple):
-    """What is summed over the channels of a head's values, for the gradients of a chunk's inputs."""
+    """Sums over the channels of a head's values, for the gradients of a chunk's inputs."""
 
     of_queries: Array
     """[t, t]: the gradient of the products of queries."""
     from_state: Array
     """[t, k]: the gradient of the queries that read the state, decayed."""
     to_state: Array
-    """[t, k]: that of the keys that write to it, decayed."""
+    """[t, k]: the gradient of the keys that write to it, decayed."""
     shrunk: Array
-    """[1, k]: that of the decay of the whole chunk."""
+    """[1, k]: the gradient of the decay of the whole chunk."""
     of_known: Array | None = None
-    """[t, k]: that of the decayed keys which the delta rule reads of the state, over their strength."""
+    """[t, k]: the gradient of the decayed keys with which the delta rule reads the state, over their strength."""
     of_keys: Array | None = None
-    """[t, t]: that of the products of keys, over their strength."""
+    """[t, t]: the gradient of the products of keys, over their strength."""
     of_strength: Array | None = None
-    """[t, 1]: what the values add to that of the strength."""
+    """[t, 1]: the part of the strength's gradient that comes from the values."""
 
 
 def input_gradient_kernel(options: Options, chunk: Chunk, saved: Saved, gradients: Chunk):
@@ -319,7 +319,7 @@ def _over_values(options: Options, chunk: Chunk, saved: Saved, gradients: Chunk,
 
 
 def _of_head(chunk: Chunk, sums: _Sums, gradients: Chunk, head, query: Array, key: Array) -> tuple[Array, Array]:
-    """What a head adds to the gradients of queries and keys; writes those of its products, decays and strengths."""
+    """The part of a head in the gradients of queries and keys; writes those of its products, decays and strengths."""
     decay, until_end, t = chunk.decay[head], chunk.until_end[head], len(key)
     gradients.of_queries[head] = sums.of_queries.astype(gradients.of_queries.dtype)
     of_decay, of_until_end = query * sums.from_state, key * sums.to_state

@@ -24,11 +24,11 @@ class Kernel(NamedTuple):
     memory: Operations | None
     """A search of memories by bucket, and attention to what it has found; None: without a kernel."""
     platform: str | None
-    """None: any platform."""
+    """The platform; None: any."""
     fits: Callable[[int, int], bool]
     """Whether it can be compiled for this number of tokens in a window, states or buckets, and this head size."""
     needs: str
-    """Platform and sizes, for a message."""
+    """The platform and the sizes that the kernels need, for a message."""
 
     def runs(self, window_length: int, head_size: int) -> bool:
         """Whether the traced program's platform and these sizes allow it."""

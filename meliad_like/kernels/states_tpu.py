@@ -34,13 +34,13 @@ class ProjectedKeys(NamedTuple):
     key: Float[Array, "*batch s i"]
     value: Float[Array, "*batch s i"]
     visible: Bool[Array, "*batch"] | None = None
-    """None: they are always visible."""
+    """Whether they are visible; None: always."""
     has_unit_length: Bool[Array, "*batch"] | None = None
     """Whether the keys have unit length already, as those from a cache. None: they don't."""
 
 
 class Options(NamedTuple):
-    """What is known when a kernel is compiled."""
+    """The settings that are known when a kernel is compiled."""
 
     rows: int
     """The number of queries in each row of scores."""

@@ -57,7 +57,7 @@ def attend_window_in_kernel(
     interpret: bool = False,
     tilings: Tilings = DEFAULT,
 ) -> Float[Array, "b n i"]:
-    """As `window_tpu.attend_window_in_kernel`. Tiles divide `rows`, which divides `w`; None: they divide `w`."""
+    """See `window_tpu.attend_window_in_kernel`. Tiles divide `rows`, which divides `w`; None: they divide `w`."""
     tilings = Tilings(*(tiling.dividing(rows or bias.shape[1]) for tiling in tilings))
     kept_share = 1.0 if kept is None else 1.0 - dropout_rate
     options = Options(tilings, kept_share, mask_previous, interpret)
@@ -146,7 +146,7 @@ class _Band:
         self.before = Keys(projected.before_key, projected.before_value, ones)
 
     def shared(self, tiling: Tiling, by_key: bool) -> Shared:
-        """What all tiles read; `by_key`: the rows of a tile are keys, and its columns queries."""
+        """The arrays that all tiles read; `by_key`: the rows of a tile are keys, and its columns queries."""
         size = min(tiling.queries, tiling.keys)
         tiles = (self.w + tiling.queries + tiling.keys) // size - 1
         first = jnp.arange(1, tiles + 1)[:, None, None] * size - tiling.queries
@@ -166,7 +166,7 @@ class _Band:
         return arrays, jax.tree.map(spec, arrays)
 
     def whole(self, arrays: Any) -> tuple[Any, Any]:
-        """As `tile`, where a program sees all tokens of its head and lane."""
+        """Arrays as those of `tile`, where a program sees all tokens of its head and lane."""
 
         def spec(x):
             if x.ndim == 4:
@@ -176,7 +176,7 @@ class _Band:
         return arrays, jax.tree.map(spec, arrays)
 
     def call(self, kernel, tiling: Tiling, tiles: int, read, written, by_key: bool = False) -> list[Array]:
-        """Runs a kernel, a function of the references to what is shared, read and written, for a number of tiles."""
+        """Runs a kernel, a function of references to shared, read and written arrays, for a number of tiles."""
 
         def by_head(x):
             return pl.BlockSpec((None, *x.shape[1:]), lambda t, h, b: (h, *[0] * (x.ndim - 1)))

@@ -1,4 +1,4 @@
-"""What each program of the kernels for NVIDIA GPUs computes (`kernels/window_gpu.py`).
+"""The programs of the kernels for NVIDIA GPUs (`kernels/window_gpu.py`).
 
 A program computes one tile of queries (or, for the gradients of keys and values, of keys) of one head and lane, and
 goes through the tiles that meet it in the band. Where a document begins, the loop is shorter.
@@ -50,7 +50,7 @@ class Tilings(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is known when the kernels are compiled."""
+    """The settings that are known when the kernels are compiled."""
 
     tilings: Tilings
     kept_share: float
@@ -61,7 +61,7 @@ class Options(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all tiles of a head and lane read."""
+    """The arrays that all tiles of a head and lane read."""
 
     valid: Any
     """[c]: whether the block before each block is of the same document."""
@@ -70,15 +70,15 @@ class Shared(NamedTuple):
     bias: Any
     """[m, rows, columns]: the bias, also the mask, of each tile of the band; see `_in_band`."""
     kept: Any
-    """[w, w]: what dropout keeps (1) and not (0), by the offset in its block of each row and column; None: no
-    dropout."""
+    """[w, w]: 1 where dropout keeps a weight and 0 elsewhere, by the offset in its block of each row and column; None:
+    no dropout."""
 
 
 class Queries(NamedTuple):
     """The queries of a head and lane, or a tile of them, and one number for each."""
 
     query: Any
-    """As projected; for the gradients of keys and values of unit length, times the scale."""
+    """The projected queries; for the gradients of keys and values of unit length, times the scale."""
     largest: Any
     """The largest bias that the query sees. The bias less it changes no weight, and is more exact."""
 
@@ -89,11 +89,11 @@ class Keys(NamedTuple):
     key: Any
     value: Any
     factor: Any
-    """What each key is multiplied by to have unit length."""
+    """The factor that gives each key unit length."""
 
 
 class Saved(NamedTuple):
-    """What the gradients of keys and values read of the queries in addition."""
+    """The numbers of each query that the gradients of keys and values read in addition."""
 
     cotangent: Any
     log_total: Any
@@ -171,7 +171,7 @@ def key_gradient_kernel(
     dtype, key_tile = key.dtype, pl.program_id(0)
     first = key_tile * len(key) - is_before * w
     next_block = jax.lax.div(first + w, w)
-    # The last block has none after it, so what is read for it there doesn't matter.
+    # The last block has none after it, so the numbers that are read for it there don't matter.
     is_seen = shared.valid[jnp.minimum(next_block, len(shared.valid) - 1)] > 0
     end = jnp.minimum(jnp.where(is_seen, first + len(key) + w, next_block * w), n)
 
@@ -199,7 +199,7 @@ def key_gradient_kernel(
 
 
 def _scaled_unit(queries: Queries, shared: Shared) -> tuple[Array, Array, Array]:
-    """A tile of queries of unit length times the scale; those of unit length, in float32; and what made them that."""
+    """A tile of queries of unit length times the scale; those of unit length, in float32; and the factor for it."""
     query = queries.query[...]
     unit, factor = unit_and_factor(query.astype(jnp.float32))
     return (unit * shared.scale[...]).astype(query.dtype), unit, factor
@@ -276,7 +276,7 @@ def _multiply_add(options: Options, products: Array, factors: Array, bias: Array
 
 
 def _exponential(options: Options, x: Array, shift: Array) -> Array:
-    """`exp(x - shift)`; what is below 2^-126 is 0."""
+    """`exp(x - shift)`; results below 2^-126 are 0."""
     if options.interpret:
         return jnp.exp(x - shift)
     asm = "{.reg .f32 t; sub.f32 t, $1, $2; mul.f32 t, t, $3; ex2.approx.ftz.f32 $0, t;}"

@@ -40,10 +40,10 @@ VMEM_LIMIT = 100 * 2**20
 
 
 class Projected(NamedTuple):
-    """A layer's queries, keys and values as they are projected, and what its first block has before it.
+    """A layer's queries, keys and values as they are projected, and the keys and values before its first block.
 
-    In a kernel, those of one block and head, [w, k], and of the block before. In the chip's own memory, queries and
-    keys have unit length, and queries are multiplied by their scale.
+    Outside of a kernel: whole segments. As inputs of a kernel: one block of one head, [w, k], and the block before it.
+    In scratch, the chip's own memory: the same with unit length, and with queries times their scale.
     """
 
     query: Any
@@ -56,7 +56,7 @@ class Projected(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is known when a kernel is compiled."""
+    """The settings that are known when a kernel is compiled."""
 
     rows: int
     """The number of queries in each row of the ring."""
@@ -182,8 +182,8 @@ class _Grid:
         return jax.ShapeDtypeStruct((self.h, *shape), jnp.float32), spec
 
     def of_kept(self, period: int):
-        """The part that a run sees of what dropout keeps, [h, period, w, w]. It is the largest of the arrays, and a
-        second buffer for it would be too much."""
+        """The part that a run sees of the weights that dropout keeps, [h, period, w, w]. It is the largest of the
+        arrays, and a second buffer for it would be too much."""
 
         def index(h, b, c):
             return h, jax.lax.rem(self.at(c), period) if period > 1 else 0, 0, 0
@@ -372,7 +372,7 @@ class _Row:
         return jnp.where(self.own | self.previous_seen, scores, MASKED)
 
     def products(self, x, own, previous):
-        """The products of vectors of the queries with what is in each column of the ring."""
+        """The products of vectors of the queries with the vector in each column of the ring."""
         both = (matrix_product(x, keys[self.queries, :], (1, 1)) for keys in (own, previous))
         columns = [jnp.where(self.own[:, self.queries], *both)]
         # Empty arrays can't be compiled.
@@ -391,12 +391,12 @@ class _Row:
         )
 
     def mix(self, weights, own, previous):
-        """The sum over the columns of weights times what is in them."""
+        """The sum over the columns of weights times the vectors in them."""
         of_own, of_previous = self.halves(weights)
         return matrix_product(of_own, own[: self.end, :]) + matrix_product(of_previous, previous[self.begin :, :])
 
     def add(self, weights, x, own, previous):
-        """Adds weights times vectors of the queries to what is in each column: the transpose of `mix`."""
+        """Adds weights times vectors of the queries to the vector in each column: the transpose of `mix`."""
         of_own, of_previous = self.halves(weights)
         own[: self.end, :] += matrix_product(of_own, x, (0, 0))
         previous[self.begin :, :] += matrix_product(of_previous, x, (0, 0))

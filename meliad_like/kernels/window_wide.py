@@ -137,7 +137,7 @@ def _parts(passes: Passes, projected, scale, bias, previous_valid, kept) -> list
 
 
 def _kept(kept: Array, j: int, num_parts: int) -> Array:
-    """What dropout keeps of part `j`, [h, w / r, r, r], of what it keeps of the window, [h, w, w]."""
+    """The weights that dropout keeps of part `j`, [h, w / r, r, r], from those of the window, [h, w, w]."""
     h, w, _ = kept.shape
     r = w // num_parts
     tiles = kept.reshape(h, num_parts, r, num_parts, r)

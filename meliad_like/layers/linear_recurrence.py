@@ -288,7 +288,7 @@ def inverse_of_unit_triangular(system: Float[Array, "c *batch t t"]) -> Float[Ar
 
 
 def _inverse_of_whole(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *batch t t"]:
-    """As `inverse_of_unit_triangular`, of whole matrices: `inverse` is that of the blocks on the diagonal."""
+    """`inverse_of_unit_triangular` by products of whole matrices: `inverse` is that of the blocks on the diagonal."""
     block = np.arange(system.shape[-1]) // 2
     inverse = 2 * jnp.eye(len(block)) - jnp.where(block[:, None] == block, system, 0)
     while block[-1]:
@@ -384,6 +384,6 @@ def convolve_token(
     recent: Float[Array, "b recent channels"],
     filters: Float[Array, "taps channels"],
 ) -> tuple[Float[Array, "b 1 channels"], Float[Array, "b recent channels"]]:
-    """As `convolve_segment`, for one token of the same document."""
+    """`convolve_segment` for one token of the same document."""
     window = jnp.concatenate([recent, inputs], axis=1)
     return jnp.sum(window.astype(jnp.float32) * filters, axis=1, keepdims=True), window[:, 1:]

@@ -128,7 +128,7 @@ class Operations(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """How a layer finds memories and attends to them."""
+    """The settings with which a layer finds memories and attends to them."""
 
     count: int
     """The number of memories that a query attends to."""

@@ -17,7 +17,7 @@ ROTARY_SCALINGS = Registry("rotary_scaling")
 
 @ROTARY_SCALINGS.register("none")
 class RotaryScaling:
-    """No scaling, and the base class of the other kinds."""
+    """The kind without a scaling, and the base class of the other kinds."""
 
     extends_windows: ClassVar[bool] = False
     """Whether a window may have more tokens than `PretrainedConfig.max_positions`."""

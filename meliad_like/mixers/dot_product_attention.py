@@ -139,7 +139,7 @@ class SpanAttention(Mixer):
         return self._output(mixed.astype(x.dtype), gate), AttentionCache(kept_keys, kept_values, read)
 
     def _seen(self, position: Int[Array, " b"]) -> Bool[Array, "b 1 t s"]:
-        """Which keys of the ring's blocks, the last of which is their own, the queries of a block see: those of the
+        """True where the queries of a block see a key of the ring's blocks, the last of which is their own: in the
         same document within the span. `position` is the number of tokens of the document before the block."""
         w, ring = self.w, self.ring
         offset = np.arange(w)[:, None]

@@ -44,7 +44,7 @@ class MemoryCarry(NamedTuple):
     """The number of tokens of the document that have been remembered, or overwritten since."""
 
     def with_backup(self, num_tokens: int) -> tuple["MemoryCarry", "MemoryCarry"]:
-        """As `lanes.HasBackup` says; the backup is a carry that has only a backup of the memory."""
+        """Implements `lanes.HasBackup`; the backup is a carry that has only a backup of the memory."""
         w = self.window.key.shape[-2]
         backup = back_up(self.memory, self.position, w, -(-num_tokens // w))
         # Where blocks are written depends on the position, and the position now on the backup. So the memory, which
@@ -53,7 +53,7 @@ class MemoryCarry(NamedTuple):
         return self._replace(position=position), self._replace(memory=backup)
 
     def or_backup(self, taken: Bool[Array, ""], backup: "MemoryCarry") -> "MemoryCarry":
-        """As `lanes.HasBackup` says."""
+        """Implements `lanes.HasBackup`."""
         memory = memory_or_backup(taken, self.memory, backup.memory)
         others = (carry._replace(memory=None) for carry in (self, backup))
         return jax.tree.map(functools.partial(jnp.where, taken), *others)._replace(memory=memory)

@@ -50,7 +50,7 @@ def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> st
 
 
 def recurrence_kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
-    """As `kernel_that_works`, for the recurrences of matrices."""
+    """`kernel_that_works` for the recurrences of matrices."""
     kernel = kernel or (platform() if platform() in RECURRENCES else "none")
     with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
     if not any(mixer.has_recurrence_kernel(with_kernel) for mixers in shape.layers for mixer in mixers):

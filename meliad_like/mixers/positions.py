@@ -244,7 +244,7 @@ class PositionConfig:
 
 @POSITIONS.register("none")
 class NoPosition(PositionConfig):
-    """No positions: a window is a set of tokens without an order."""
+    """The strategy without positions: a window is a set of tokens without an order."""
 
     def build(self, w, num_heads, model_width, *, rngs):
         return Position()

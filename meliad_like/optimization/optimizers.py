@@ -242,9 +242,9 @@ class Nesterov(OptimizerConfig):
         check_shares(self, ("momentum",))
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
-        """With gradient g, momentum m, rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g, the update
-        is m v_t - r_t g: the step from the point that the velocity leads to (Sutskever et al. 2013, section 2; Bengio
-        et al. 2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
+        """The update m v_t - r_t g, the step from the point that the velocity leads to, with gradient g, momentum m,
+        rates r_t, and the velocity v_t = m (r_t / r_{t-1}) v_{t-1} - r_t g (Sutskever et al. 2013, section 2; Bengio et
+        al. 2012, equation 7). So a change of the rate also rescales the momentum, which it doesn't in `optax.sgd`.
         """
         momentum = self.momentum
 

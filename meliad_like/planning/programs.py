@@ -39,7 +39,7 @@ class Need(NamedTuple):
     """Results that don't take the place of arguments."""
     code: int
     flops: float
-    """By our own count, divided evenly among the devices."""
+    """The operations by our own count, divided evenly among the devices."""
     compile_seconds: float
     gave_up: bool = False
     """Whether the compiler found no program that fits into the device's memory."""

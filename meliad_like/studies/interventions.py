@@ -1,4 +1,4 @@
-"""Losses after what a model remembers has been exchanged, for studies.
+"""Losses after the memory of a model has been exchanged, for studies.
 
 Documents are read twice in segments of equal length. The first reading is never disturbed. In the second, whose losses
 count, the memory is exchanged at the beginning of every segment but a document's first; what comes instead is a memory
@@ -106,7 +106,7 @@ KINDS = {
 
 
 def next_lanes(filled: Bool[Array, " b"]) -> Int[Array, " b"]:
-    """For each lane the next other lane, cyclically, that is `filled`; if none is, the next one."""
+    """The next other lane of each lane, cyclically, that is `filled`; if none is, the next one."""
     b = len(filled)
     candidates = (jnp.arange(b)[:, None] + jnp.arange(1, max(b, 2))) % b
     return jnp.take_along_axis(candidates, jnp.argmax(filled[candidates], axis=1)[:, None], axis=1)[:, 0]

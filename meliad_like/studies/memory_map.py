@@ -1,4 +1,4 @@
-"""How many pairs a model remembers over which distance: the accuracy of its answers on the grid of `memory_tasks`."""
+"""The number of pairs that a model remembers over each distance: its accuracy on the grid of `memory_tasks`."""
 
 import pandas as pd
 

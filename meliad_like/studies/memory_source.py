@@ -165,7 +165,7 @@ class MemoryTasksSource(SourceConfig):
     train_questions: int = len(KEYS)
     """The largest number of questions of a training document."""
     short_first: int = 3
-    """How many times as many training documents have one distance as have the next longer one."""
+    """The ratio of the numbers of training documents with one distance and with the next longer one."""
     seed: int = 0
     """The seed of all documents."""
 

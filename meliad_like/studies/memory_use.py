@@ -1,4 +1,4 @@
-"""How much of what a model predicts comes from what it remembers, and how far back: the cost of other memories.
+"""The use that a model makes of its memory, and how far back: the cost of other memories.
 
 Clearing is the analysis of Block-Recurrent Transformers, appendix G.1, Figure 5.
 """

@@ -133,7 +133,7 @@ class ModelLosses:
     losses: list[Float[np.ndarray, " targets"]]
     """Nats of the tokens of each document, without its first; 0 where a token costs none."""
     counted: list[Bool[np.ndarray, " targets"]]
-    """Which targets cost loss (`Documents.counted_targets`)."""
+    """True for targets that cost loss (`Documents.counted_targets`)."""
 
     @property
     def label(self) -> str:

@@ -25,7 +25,7 @@ class Watched(NamedTuple):
     after: Float[Array, "b r d"]
     """The states after the block."""
     gates: dict[str, Float[Array, "2 b r d"]]
-    """By gate: the share of each channel that was kept, and the share of the update that was added."""
+    """The share of each channel that a gate kept, and the share of the update that it added, by gate."""
 
 
 def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watched]:

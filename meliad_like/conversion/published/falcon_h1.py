@@ -12,12 +12,12 @@ from meliad_like.models.decoder import DecoderConfig
 
 
 def factor(fields, name: str) -> float:
-    """One of the constants by which something is multiplied."""
+    """A field with a constant multiplier."""
     return fields(name, float, 1.0)
 
 
 def factors(fields, name: str, number: int) -> list[float]:
-    """A field with several such constants."""
+    """A field with several constant multipliers."""
     values = fields(name, tuple[float, ...], (1.0,) * number)
     if len(values) != number:
         raise UserError(f"{fields.owner}: {name} has {len(values)} numbers, and not {number}")

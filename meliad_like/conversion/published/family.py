@@ -74,7 +74,7 @@ def number(value: Any) -> float:
 
 
 class Layout(NamedTuple):
-    """How one of our arrays is made from an array of the file, and back."""
+    """The conversion between one of our arrays and an array of the file."""
 
     read: Callable[[np.ndarray], np.ndarray]
     write: Callable[[np.ndarray], np.ndarray]
@@ -103,7 +103,7 @@ class Part(NamedTuple):
     offset: float = 0.0
     """The number that is added to the tensor's values times the factor."""
     size: int = 0
-    """If a parameter has several parts: the length of this one, along the parameter's first axis."""
+    """The length of this part along the parameter's first axis, if a parameter has several parts."""
 
     def read(self, tensor: np.ndarray) -> np.ndarray:
         rows = tensor if self.rows is None else tensor[np.asarray(self.rows)]
@@ -117,7 +117,7 @@ class Part(NamedTuple):
 
 
 Places = Mapping[str, Part | Sequence[Part]]
-"""By the path of a parameter of ours: its place, or those of its parts along the first axis."""
+"""The place of each of our parameters by its path, or the places of its parts along the first axis."""
 
 
 class Family:

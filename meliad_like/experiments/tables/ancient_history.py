@@ -21,7 +21,7 @@ ALWAYS = ("baseline", "random", "overlap_oracle")
 
 @dataclass(frozen=True)
 class HistoryScale:
-    """How much is read, and how."""
+    """The amounts of text that are read, and how."""
 
     settings: Mapping[str, Any]
     """Changes of `HistorySettings`, by their paths."""

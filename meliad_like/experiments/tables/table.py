@@ -85,7 +85,7 @@ class Panel:
     x: str = ""
     """The measure on the horizontal axis; "": no lines, but one place for each row."""
     lines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By the label of a line the names of the rows on it, with the paper's x, or NaN; a line of one row is a point."""
+    """The names of the rows on each line, by its label, with the paper's x, or NaN; a line of one row is a point."""
     reference: str = ""
     """A row whose measure is drawn as a horizontal line."""
     logarithmic: bool = True
@@ -107,7 +107,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Scale(Divisors):
-    """How much smaller than in the paper the rows of a table are, all by the same rule."""
+    """The divisors by which the rows of a table are smaller than in the paper, all by the same rule."""
 
     bindings: Mapping[str, Any] = field(default_factory=dict)
     """Values by `Class.field` that replace those of the files."""
@@ -118,8 +118,8 @@ class Scale(Divisors):
     lanes: int = 1
     """Divisor of the number of lanes; at least one lane is left."""
     targets: int = 0
-    """About the number of targets of each training, if it is not 0: rows whose windows repeat more tokens have more
-    steps."""
+    """The approximate number of targets of each training, if it is not 0: rows whose windows repeat more tokens have
+    more steps."""
     max_tokens: int | None = None
     """The most tokens to evaluate, of the beginnings of documents; None: all."""
     timed_tokens: int = 1000
@@ -172,7 +172,7 @@ class Settings:
     gin_params: tuple[str, ...]
     """Bindings for all rows; they are not scaled."""
     folder: Path
-    """Contains the runs and the results."""
+    """The folder of the runs and the results."""
     row_names: tuple[str, ...] = ()
     """Names of rows; none: all rows of the scale."""
     split: str = "test"

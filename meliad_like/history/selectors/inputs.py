@@ -145,7 +145,7 @@ def held_out(pairs: pd.DataFrame, every: int) -> tuple[pd.DataFrame, pd.DataFram
 
 
 def agreement(predicted: Float[np.ndarray, " n"], pairs: pd.DataFrame, num_spans: int) -> dict[str, float]:
-    """How well predictions fit the scores of some places, and what choosing by them is worth.
+    """The fit of predictions to the scores of some places, and the gain of choosing by them.
 
     Returns:
       `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the num_spans

@@ -327,7 +327,7 @@ class MelodiLayer(Layer):
         return MelodiCarry(*carry[:3])
 
     def _mix_stored(self, result, query, carry, age: Int[Array, " b"]):
-        """As `_mix_long`, while decoding."""
+        """`_mix_long` while decoding."""
         if not self.long:
             return result
         shown = self._filled(age) | (not self.shape.mask_empty_cache)
@@ -354,7 +354,7 @@ class MelodiLayer(Layer):
     def end_window(
         self, carry: MelodiCarry, summaries: Float[Array, "b u d"]
     ) -> tuple[MelodiCarry, Float[Array, "b u d"]]:
-        """As `end_block`; the window's summary tokens are those from the layer below, and those for the next layer."""
+        """`end_block` with the window's summary tokens: from the layer below, and returned for the next layer."""
         w, heads = self.shape.window_length, self.heads
         tokens, age = carry.window, carry.position // w
         assert tokens is not None

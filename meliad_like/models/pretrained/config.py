@@ -80,7 +80,7 @@ class PretrainedConfig(ModelConfig):
     whose gradient then takes one more pass over it (section 3.2); `dots` keeps the outputs of linear maps for all
     windows of a sequence."""
     recurrence: tuple[WindowSummary, ...] = kind_field(RECURRENCES, tuple, many=True)
-    """How a window sees the windows before it: not at all, or through a `WindowSummary` of the last one."""
+    """The recurrence by which a window sees the windows before it: none, or a `WindowSummary` of the last one."""
     train_decoder: bool = True
     """Whether the pretrained parameters are trained, or the recurrence alone."""
 

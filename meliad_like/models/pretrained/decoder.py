@@ -180,11 +180,11 @@ class Window(NamedTuple):
     """The carry of a pretrained decoder in addition to the keys and values of its layers."""
 
     tokens: Int[Array, "b w"] | None = None
-    """While decoding: the tokens of the current window, of which the next one may repeat the last."""
+    """The tokens of the current window, of which the next one may repeat the last; only while decoding."""
     inserted: Float[Array, "b e d"] | None = None
-    """With a recurrence: the vectors for the next window; while decoding, for the current one."""
+    """The vectors of a recurrence for the next window; while decoding, for the current one."""
     weighed: Float[Array, "b w d"] | None = None
-    """While decoding with a recurrence: the weighted outputs of the layers, which are pooled at the window's end."""
+    """The weighted outputs of the layers, pooled at the window's end; only while decoding with a recurrence."""
 
 
 class PretrainedDecoder(BaseDecoder):
@@ -260,14 +260,14 @@ class PretrainedDecoder(BaseDecoder):
         return self._read_window(tokens, position, inserted, [None] * len(self.blocks), dropout_key)[0]
 
     def _read_window(self, tokens, position, inserted, caches, dropout_key):
-        """As `read_window`, with the caches that the window fills while decoding."""
+        """`read_window` with the caches that the window fills while decoding."""
         keys = split_key(dropout_key, len(self.blocks) + 2)
         x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
         return apply_layers(x, groups, caches, at, keys[:-2], self.config.remat)
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """As `BaseDecoder.read_while_decoding`. Where windows overlap, tokens are read one by one."""
+        """`BaseDecoder.read_while_decoding`; where windows overlap, tokens are read one by one."""
         if not self.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
