@@ -22,7 +22,7 @@ def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
     Args:
       samples: those of a task, as the harness logs them. Those without a needle are left out: RULER's other tasks have
-        the same fields, and answers that are in the text without a needle. The depth is that of the first answer's first
+        the same fields, and answers that occur in the text anyway. The depth is that of the first answer's first
         character, as a share of the document's characters.
     """
     rows = []
