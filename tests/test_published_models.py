@@ -245,6 +245,16 @@ def test_older_files_say_the_same(tmp_path, name, changes):
     assert dataclasses.replace(old.model.config, published="") == dataclasses.replace(new.model.config, published="")
 
 
+def test_stated_positions_do_not_limit_full_attention(tmp_path):
+    """As in transformers."""
+    lm = meliad_like.load(copied("olmo_hybrid", tmp_path / "folder", {"max_position_embeddings": 16}))
+    with np.load(GOLDEN / "olmo_hybrid" / "expected.npz") as file:
+        expected = dict(file)
+    assert_logits(
+        lm.forward(expected["ids"][0]).logits[expected["at"]], expected | {"logits": expected["logits"][0]}, ""
+    )
+
+
 def test_null_is_no_bound_of_the_logits(tmp_path):
     lm = meliad_like.load(copied("recurrent_gemma", tmp_path / "folder", {"logits_soft_cap": None}))
     assert lm.model.config.logit_bound is None

@@ -4,7 +4,7 @@ from typing import Any
 
 from meliad_like.conversion.published.family import Family, Part, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
-from meliad_like.conversion.published.parts import BLOCK, full_span, gated_network, linear, rotary
+from meliad_like.conversion.published.parts import BLOCK, FULL_SPAN, gated_network, linear, rotary
 from meliad_like.errors import UserError
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.mamba2 import Mamba2
@@ -49,14 +49,20 @@ class FalconH1Family(Family):
         fields.only("hidden_act", "silu", "swish")
         # Of older files, in which it says what is always so.
         fields.only("mamba_use_mlp", True)
-        fields.without_effect("mamba_chunk_size", "mamba_expand", "num_logits_to_keep", "mlp_expansion_factor")
+        fields.without_effect(
+            "mamba_chunk_size",
+            "mamba_expand",
+            "max_position_embeddings",
+            "num_logits_to_keep",
+            "mlp_expansion_factor",
+        )
         epsilon, bias = fields("rms_norm_eps", float, 1e-5), fields("attention_bias", bool, False)
         of_outputs, of_network = fields("projectors_bias", bool, False), fields("mlp_bias", bool, False)
         if bias and of_outputs:
             raise UserError(f"{fields.owner}: we can't honour attention_bias and projectors_bias together")
         before, normed = fields("mamba_norm_before_gate", bool, True), fields("mamba_rms_norm", bool, False)
         attention = DotProductAttention(
-            span=full_span(fields),
+            span=FULL_SPAN,
             num_key_heads=fields("num_key_value_heads", int, h),
             input_bias=bias,
             output_bias=bias,

@@ -4,7 +4,7 @@ from typing import Any
 
 from meliad_like.conversion.published.family import Family, Part, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
-from meliad_like.conversion.published.parts import BLOCK, full_span, layer_types, linear, rotary, shortest_period
+from meliad_like.conversion.published.parts import BLOCK, FULL_SPAN, layer_types, linear, rotary, shortest_period
 from meliad_like.errors import UserError
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.mamba2 import Mamba2
@@ -40,6 +40,7 @@ class GraniteHybridFamily(Family):
         fields.without_effect(
             "intermediate_size",
             "mamba_chunk_size",
+            "max_position_embeddings",
             "normalization_function",
             "num_experts_per_tok",
             "output_router_logits",
@@ -49,7 +50,7 @@ class GraniteHybridFamily(Family):
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         of_inputs = fields("mamba_proj_bias", bool, False)
         attention = DotProductAttention(
-            span=full_span(fields),
+            span=FULL_SPAN,
             num_key_heads=fields("num_key_value_heads", int, h),
             input_bias=bias,
             output_bias=bias,

@@ -6,7 +6,7 @@ from typing import Any
 from meliad_like.conversion.published.family import FILTERS, Family, Part, register
 from meliad_like.conversion.published.parts import (
     BLOCK,
-    full_span,
+    FULL_SPAN,
     gated_network,
     layer_types,
     linear,
@@ -49,13 +49,18 @@ class OlmoHybridFamily(Family):
         key_size = fields("linear_key_head_dim", int, int(0.75 * d / key_heads))
         fields.only("hidden_act", "silu", "swish")
         fields.without_effect(
-            "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"
+            "linear_a_log_max",
+            "linear_a_log_min",
+            "linear_dt_init_floor",
+            "linear_dt_max",
+            "linear_dt_min",
+            "max_position_embeddings",
         )
         default = ["attention" if i % 4 == 3 else "recurrent" for i in range(layers)]
         kinds = layer_types(fields, layers, default if layers > 3 else [*default[:-1], "attention"])
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         attention = DotProductAttention(
-            span=full_span(fields),
+            span=FULL_SPAN,
             num_key_heads=fields("num_key_value_heads", int, h),
             norm="all",
             norm_epsilon=epsilon,

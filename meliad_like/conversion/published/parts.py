@@ -11,9 +11,9 @@ from meliad_like.layers.rotary import RotaryScaling
 
 BLOCK = 128
 """The default number of tokens of a block, with which documents may begin."""
-LONGEST_SPAN = 8192
+FULL_SPAN = 8192
 """The default number of tokens that full attention sees: all up to here are cached. Another one is
-`DotProductAttention.span`."""
+`DotProductAttention.span`. The positions that a model states (`max_position_embeddings`) have no effect on it."""
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """Fields of rotary positions of pictures. Positions of text are the usual ones."""
 
@@ -35,11 +35,6 @@ def gated_network(ours: str, theirs: str, *, gate: float = 1.0, output: float = 
         | linear(f"{ours}hidden", f"{theirs}up_proj")
         | linear(f"{ours}output", f"{theirs}down_proj", output)
     )
-
-
-def full_span(fields: Fields) -> int:
-    """The span of full attention: all positions that the model states, up to a number that is cached without asking."""
-    return min(fields("max_position_embeddings", int, LONGEST_SPAN), LONGEST_SPAN)
 
 
 def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:

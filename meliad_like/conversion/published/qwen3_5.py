@@ -7,7 +7,7 @@ import numpy as np
 from meliad_like.conversion.published.family import FILTERS, Family, Part, register
 from meliad_like.conversion.published.parts import (
     BLOCK,
-    full_span,
+    FULL_SPAN,
     gated_network,
     layer_types,
     linear,
@@ -58,13 +58,15 @@ class Qwen35Family(Family):
         fields.only("hidden_act", "silu", "swish")
         fields.only("attn_output_gate", True)
         fields.only("output_gate_type", "swish", "silu")
-        fields.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+        fields.without_effect(
+            "mamba_ssm_dtype", "max_position_embeddings", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
+        )
         every = fields("full_attention_interval", int, 4)
         default = ["attention" if (i + 1) % every == 0 else "recurrent" for i in range(layers)]
         kinds = layer_types(fields, layers, default)
         epsilon, bias = fields("rms_norm_eps", float, 1e-6), fields("attention_bias", bool, False)
         attention = DotProductAttention(
-            span=full_span(fields),
+            span=FULL_SPAN,
             num_key_heads=g,
             norm="head",
             norm_epsilon=epsilon,
