@@ -55,7 +55,7 @@ def out_of_memory(error: RuntimeError) -> str | None:
 
 @contextmanager
 def reading(path: object, what: str, *damaged: type[Exception]) -> Iterator[None]:
-    """Errors while a file is read become UserErrors; of the types `damaged` if it is not a `what`."""
+    """Turns errors while a file is read into UserErrors; errors of the types `damaged` say that it is not a `what`."""
     try:
         yield
     except OSError as error:

@@ -124,8 +124,8 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 class ParameterShardings(NamedTuple):
-    """The shardings of the parameters in a training, three trees with the structure of the parameters, and what a step
-    exchanges between the copies of the parameters."""
+    """The shardings of the parameters in a training, three trees with the structure of the parameters, and the exchange
+    of a step between the copies of the parameters."""
 
     whole: Any = None
     """Shardings of the parameters as the model reads them."""

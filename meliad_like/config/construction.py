@@ -72,7 +72,7 @@ class _Builder:
         self._choices: list[_Choice] = []
 
     def maker(self, start: Any) -> Maker:
-        """Makes a class, or a changed config, with all that is bound of it and of what is inside it."""
+        """Makes a class, or a changed config, with all bindings of it and of the configs inside it."""
         config_class = start if isinstance(start, type) else type(start)
         self._built |= _owners(config_class)
         types, values, makers = field_types(config_class), {}, {}

@@ -25,7 +25,7 @@ from meliad_like.validation import check_choices, check_not_negative, check_posi
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The number of steps, and what happens how often. Every `..._every` is a number of steps; 0 is never."""
+    """The training loop. Every `..._every` is the number of steps between two of its events; 0 is never."""
 
     num_steps: int = 500_000
     """The number of steps. A run may resume with another, unless the learning rates of earlier steps depend on it."""
@@ -91,7 +91,7 @@ class StagesConfig:
     """
 
     num_steps: tuple[int, ...] = ()
-    """Steps of each stage; the last one has what is left of TrainingConfig.num_steps."""
+    """Steps of each stage; the last one has the rest of TrainingConfig.num_steps."""
     segment_length: tuple[int, ...] = size((), "length")
     """The value of ReaderConfig.segment_length in each stage. (): as in the last stage; so in the fields below."""
     window_length: tuple[int, ...] = size((), "length")
@@ -128,7 +128,7 @@ class RunConfig:
     schedule: ScheduleConfig = kind_field(SCHEDULES, CosineSchedule)
     """The learning rate of each step."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """The loop: number of steps, seed, what happens how often."""
+    """The loop: number of steps, seed, intervals of logs, evaluations and checkpoints."""
     stages: StagesConfig = field(default_factory=StagesConfig)
     """Stages of training with other lengths, before the one that all of the above describes."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -179,7 +179,7 @@ class Changes(NamedTuple):
 def read_changes(
     gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Changes:
-    """Reads, as `parse`, what changes a saved config; base.gin changes nothing."""
+    """Reads changes of a saved config, as `parse` does; base.gin changes nothing."""
     bindings = collect(gin_files, gin_params, values)
     return Changes({key: binding for key, binding in bindings.items() if binding.rank != Rank.DEFAULT})
 

@@ -26,7 +26,7 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str | bytes) -> RunConfig:
-    """Rebuilds what `to_json` wrote. Raises a UserError as `rebuild`, and if the text is not JSON."""
+    """Rebuilds the config that `to_json` wrote. Raises a UserError as `rebuild`, and if the text is not JSON."""
     return rebuild(RunConfig, parse_json(text, "the saved config"))
 
 

@@ -156,7 +156,7 @@ def _in_use(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
-    """A recipe, with what follows from several bindings, or from a default of theirs that is not ours."""
+    """A recipe, with bindings that follow from several of theirs, or from a default of theirs that is not ours."""
 
     def drop(*owners: str) -> None:
         for key in [key for key in ours if key.partition(".")[0] in owners]:
@@ -205,7 +205,7 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
 
 
 def convert_meliad_gin(folder: str, gin_files: Sequence[str], gin_params: Sequence[str], output: str) -> None:
-    """Writes our gin file, and prints what has no counterpart, and the number of parameters."""
+    """Writes our gin file, and prints bindings without a counterpart and the number of parameters."""
     if not gin_files:
         raise UserError(f"name their files in {folder}: --gin_file=base_memory.gin --gin_file=recurrent/bias_skip.gin")
     recipe = recipe_of(read_bindings(folder, gin_files, gin_params))

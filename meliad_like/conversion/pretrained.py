@@ -154,7 +154,7 @@ class HuggingFaceFormat:
 def convert_from_huggingface(
     path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes our checkpoint folder at step 0 from what `open_huggingface` opens."""
+    """Writes our checkpoint folder at step 0 from the model that `open_huggingface` opens."""
     opened = open_huggingface(path, read_changes(gin_files, gin_params))
     write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
 

@@ -111,8 +111,8 @@ class SlidingWindow(nn.Module):
         # Only differences matter, and without the largest bias they keep their digits at any scale.
         bias = bias - bias.detach().masked_fill(~visible, LOWEST).amax(-1, keepdim=True)
         angle, scale = self.config.rotary_angle, self.attention_scale.float().abs()[:, None, None]
-        placed, query = (rotate(key, of_keys, angle), rotate(query, of_queries, angle)) if angle else (key, query)
-        scores = ((scale * query) @ placed.mT + scale * bias).masked_fill(~visible, -torch.inf)
+        rotated, query = (rotate(key, of_keys, angle), rotate(query, of_queries, angle)) if angle else (key, query)
+        scores = ((scale * query) @ rotated.mT + scale * bias).masked_fill(~visible, -torch.inf)
         return merge_heads(attend(scores, value), x.dtype), memory | {"key": key, "value": value}
 
     def end_block(self, memory: Memory) -> Memory:

@@ -65,7 +65,7 @@ def load_batches(
     num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
     batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
     loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=batches_ahead))
-    placed = grain.experimental.ThreadPrefetchIterDataset(
+    on_devices = grain.experimental.ThreadPrefetchIterDataset(
         loaded.map(to_devices), prefetch_buffer_size=device_batches_ahead
     )
-    return BatchIterator(iter(placed))
+    return BatchIterator(iter(on_devices))

@@ -58,7 +58,7 @@ def splits_of_text(file: str) -> set[str]:
 
 
 def splits_of_repository(file: str) -> set[str]:
-    """The split that the first folder of a path is named after: what is inside of a repository is its own."""
+    """The split that the first folder of a path is named after: names inside of a repository don't count."""
     first, slash, _ = file.partition("/")
     return _splits_in(_split_words(_stems(first, "/"))) if slash else set()
 

@@ -1,5 +1,4 @@
-"""The kinds of readers, which turn the documents of a split into batches; what differs between the papers is the
-reader."""
+"""The kinds of readers, which turn the documents of a split into batches; each paper has its own kind."""
 
 import dataclasses
 import functools

@@ -283,7 +283,7 @@ def _size_and_time(path: os.PathLike) -> tuple[int, int]:
 
 
 def _checksum(folder: Path) -> str:
-    """SHA-256 of what a split says about its documents; "" where a file is missing."""
+    """SHA-256 of the files about a split's documents; "" where one is missing."""
     digest = hashlib.sha256()
     try:
         for name in (DOCUMENTS_NAME, NAMES_NAME):

@@ -61,7 +61,7 @@ class HistoryExperiment(Settings):
         return replace(SCALES[self.scale_name], **{name: n for name, n in changes.items() if n is not None})
 
     def make(self) -> int:
-        """Scores, trains and evaluates what is not finished yet; returns the exit status of the trainings."""
+        """Scores, trains and evaluates rows that are not finished; returns the exit status of the trainings."""
         rows, scale, scores = rows_of(self.scale_name, self.row_names), self.scale, self.folder / "scores"
         request = self._request()
         opened = open_checkpoint(self.load_dir, changes=lambda _: request.config()[0])

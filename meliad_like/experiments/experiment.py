@@ -72,7 +72,7 @@ class Experiment(Settings):
         return Job(row, seed, *runs, settings=self, max_tokens=max_tokens, timed_tokens=timed_tokens)
 
     def make(self, only_step_time: bool = False) -> tuple[int, list[str]]:
-        """Trains, evaluates and times what is not finished, one row after the other.
+        """Trains, evaluates and times rows that are not finished, one after the other.
 
         Returns:
           0, or the exit status of `run.training.train` after a signal; and the names of the rows that failed.

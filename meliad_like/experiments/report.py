@@ -16,7 +16,7 @@ from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
 COLUMNS = read_csv("columns").set_index("measure")
-"""For each measure the header, the format of its numbers, whether it is in millions, whether it has a standard error,
+"""The header of each measure, the format of its numbers, whether it is in millions, whether it has a standard error,
 and the names of the tables that have it as a column."""
 
 
@@ -64,7 +64,7 @@ class Results(NamedTuple):
         return _text(frame, [name for name in few if frame[name].notna().any()], [])._replace(title=self.table.title)
 
     def to_markdown(self, scale: str) -> str:
-        """All figures, with what the runs have in common above them."""
+        """All figures, below the settings that the runs have in common."""
         times = " and step times" if "step_time" in self.measures else ""
         compared = COLUMNS["header"][self.table.compared]
         explained = (
@@ -77,7 +77,7 @@ class Results(NamedTuple):
         return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained, *grids]) + "\n"
 
     def notes(self, scale: str) -> list[str]:
-        """Documents, steps, seeds and machines: what all the runs that are there have in common."""
+        """The documents, steps, seeds and machines that all runs have in common."""
         runs, lines = self.runs, []
         if not runs.empty:
             one, whole = runs.iloc[0], pd.isna(runs["max_tokens"].iloc[0])

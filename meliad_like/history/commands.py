@@ -83,8 +83,8 @@ def select(request: HistoryRequest, folder: Path, names: Sequence[str], selector
     def make(strides: Iterable[Stride]) -> Iterator[np.ndarray]:
         for stride in strides:
             # Random choices depend on the place in the split, also where a subset of it is read.
-            placed = stride._replace(document=info.indices[stride.document])
-            yield choose(scorer, info.documents[stride.document], tokens(stride.document), placed, info.config)[0]
+            in_split = stride._replace(document=info.indices[stride.document])
+            yield choose(scorer, info.documents[stride.document], tokens(stride.document), in_split, info.config)[0]
 
     store.fill(make)
     print(f"wrote {folder}: the selections of {label(scorer.name, scorer.leaks_the_future)}")

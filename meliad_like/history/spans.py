@@ -33,7 +33,7 @@ Scores = Float[np.ndarray, " m"]
 
 
 class Stride(NamedTuple):
-    """Targets of a document that are predicted together, and what is read for them; positions are in the document."""
+    """Targets of a document that are predicted together, and the window read for them, by positions in the document."""
 
     document: int
     """Index of the document in its split."""

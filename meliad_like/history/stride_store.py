@@ -1,4 +1,4 @@
-"""Numbers for strides of documents, in a file: a line with what decides them, then a line for each stride, in order.
+"""Numbers for strides of documents, in a file: a line with their `StoreInfo`, then a line for each stride, in order.
 
 Making them can be interrupted at any time and resumed with the same command.
 """
@@ -38,7 +38,7 @@ class StoreInfo:
     `selections`: where the spans of the strides that select end, in the window's order."""
     config: HistoryConfig
     maker: str
-    """Fingerprint of the model that gave the scores (`fingerprint`), or what made the selections."""
+    """Fingerprint of the model that gave the scores (`fingerprint`), or name and fingerprint of the ranking."""
     store: str
     """Fingerprint of the token store."""
     split: str

@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
     attend_states: Callable[..., Array] | None
     """Attention of and to states, as `states_tpu.attend_unit_in_kernel`; None: without a kernel."""
     memory: Operations | None
-    """A search of memories by bucket, and attention to what it has found; None: without a kernel."""
+    """A search of memories by bucket, and attention to the memories found; None: without a kernel."""
     platform: str | None
     """The platform; None: any."""
     fits: Callable[[int, int], bool]

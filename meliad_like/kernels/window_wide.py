@@ -98,7 +98,7 @@ def _largest(parts: list[_Part]) -> Array:
 
 
 def _parts(passes: Passes, projected, scale, bias, previous_valid, kept) -> list[_Part]:
-    """The narrower windows, by distance, and what the kernel needs for each."""
+    """The narrower windows, by distance, with the kernel's inputs for each."""
     r, (h, w), (b, n, inner) = passes.length, bias.shape, projected.query.shape
     if (num_parts := w // r) == 1:
         kept = None if kept is None else kept[:, None]

@@ -114,8 +114,8 @@ def weigh(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _exponential(x: Float[Array, "*batch s"], dtype: Any) -> tuple[Float[Array, "*batch s"], Float[Array, "*batch 1"]]:
-    """The exponential, rounded to `dtype`, and the float32 sum of what was rounded. The derivative is computed from the
-    rounded values, so that the backward pass keeps no second array in float32."""
+    """The exponential, rounded to `dtype`, and the float32 sum of the rounded values. The derivative is computed
+    from them, so that the backward pass keeps no second array in float32."""
     y = jnp.exp(x).astype(dtype)
     return y, jnp.sum(y, axis=-1, keepdims=True, dtype=jnp.float32)
 

@@ -57,7 +57,7 @@ or scores, or what such numbers are computed from. `scale`: what multiplies them
 def parameter(
     key: PRNGKeyArray, initializer, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: Kind
 ) -> nnx.Param:
-    """A float32 parameter annotated with what it is, and with its logical axes, which `mesh` maps to axes of the device
+    """A float32 parameter annotated with its kind, and with its logical axes, which `mesh` maps to axes of the device
     mesh."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")

@@ -45,7 +45,7 @@ class HasBackup(Protocol):
         ...
 
     def or_backup(self, taken: Bool[Array, ""], backup: Any) -> Any:
-        """This part, if the step that has read the tokens is taken, otherwise what it was before."""
+        """This part, if the step that has read the tokens is taken, otherwise the part before the step."""
         ...
 
 
@@ -60,11 +60,11 @@ def with_backup(carry: Any, num_tokens: int) -> tuple[Any, Any]:
 def choose_carry(taken: Bool[Array, ""], carry: Any, backup: Any) -> Any:
     """The carry after a step, if the step is taken, otherwise the one before it."""
     parts, structure = jax.tree.flatten(carry, is_leaf=_has_backup)
-    chosen = [
+    leaves = [
         part.or_backup(taken, before) if _has_backup(part) else jnp.where(taken, part, before)
         for part, before in zip(parts, backup, strict=True)
     ]
-    return structure.unflatten(chosen)
+    return structure.unflatten(leaves)
 
 
 def _has_backup(part: Any) -> bool:

@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array, "b h p k"], Float[Array, "b h p"]]:
-    """The states after one token, and what it reads, by the equations as they stand.
+    """The states after one token, and the vectors that it reads, by the equations as they stand.
 
     Args:
         matrix: the states before it.
@@ -60,7 +60,7 @@ def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array
 def read_chunks(
     rule: Rule, matrix: Float[Array, "b h p k"], start: Bool[Array, "b c"], chunk: int
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
-    """The states after a segment, and what every token reads.
+    """The states after a segment, and the vectors that every token reads.
 
     With g_t, the product of the decays of a chunk's tokens up to t, the state is S_t = S_0 Diag(g_t) +
     sum_{s <= t} u_s (k_s g_t / g_s)^T. The delta rule's corrections solve u_t + beta_t sum_{s < t} (k_t g_t / g_s) k_s

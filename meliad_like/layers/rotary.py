@@ -81,8 +81,8 @@ class ScalingByParts(FactorScaling):
         raise NotImplementedError
 
     def wavelengths(self, head_size, base, longer):
-        kept = self.share_kept(head_size, base)
-        return (super().wavelengths(head_size, base, longer) / (kept + (1 - kept) / self.factor)).astype(np.float32)
+        share = self.share_kept(head_size, base)
+        return (super().wavelengths(head_size, base, longer) / (share + (1 - share) / self.factor)).astype(np.float32)
 
 
 @ROTARY_SCALINGS.register("llama3")

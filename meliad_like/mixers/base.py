@@ -35,7 +35,7 @@ Carry = Any
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, the settings of its attention, and what its layers have."""
+    """The sizes of a decoder, the settings of its attention, and the mixers and networks of its layers."""
 
     model_width: int
     num_heads: int

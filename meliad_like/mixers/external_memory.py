@@ -55,8 +55,8 @@ class MemoryCarry(NamedTuple):
     def or_backup(self, taken: Bool[Array, ""], backup: "MemoryCarry") -> "MemoryCarry":
         """Implements `lanes.HasBackup`."""
         memory = memory_or_backup(taken, self.memory, backup.memory)
-        others = (carry._replace(memory=None) for carry in (self, backup))
-        return jax.tree.map(functools.partial(jnp.where, taken), *others)._replace(memory=memory)
+        carries = (carry._replace(memory=None) for carry in (self, backup))
+        return jax.tree.map(functools.partial(jnp.where, taken), *carries)._replace(memory=memory)
 
 
 class MemoryAttention(Mixer):

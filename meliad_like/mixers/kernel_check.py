@@ -70,9 +70,9 @@ def _checked(shape: Shape, dtype: str, kind: str, kernel: str, planned_for: str 
     problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
         problem = problem or "another process refuses it"
-    found = f"compiled for {planned_for}" if planned_for else "checked on this device"
+    passed = f"compiled for {planned_for}" if planned_for else "checked on this device"
     refused = f"the default is used instead: {problem}"
-    print(f"{kind} kernel: {found if problem is None else refused}", file=sys.stderr, flush=True)
+    print(f"{kind} kernel: {passed if problem is None else refused}", file=sys.stderr, flush=True)
     return kernel if problem is None else "none"
 
 

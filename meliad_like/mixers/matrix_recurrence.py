@@ -43,7 +43,7 @@ class MatrixCarry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a recurrence, and what its rule has."""
+    """The sizes of a recurrence, and the features of its rule."""
 
     groups: int
     """The number of groups of heads; a group shares queries and keys."""
@@ -76,7 +76,7 @@ class MatrixRecurrence(Mixer):
         raise NotImplementedError
 
     def output(self, y: Float[Array, "b h n p"], needed: Any) -> Float[Array, "b n i"]:
-        """The results of the mixer, from what the tokens read and the second result of `rule`."""
+        """The results of the mixer, from the vectors that the tokens read and the second result of `rule`."""
         raise NotImplementedError
 
     def moved(self, matrix: Float[Array, "b h p k"], n: int) -> Float[Array, "b h p k"]:

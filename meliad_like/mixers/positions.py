@@ -82,7 +82,7 @@ class RotaryPosition(Position):
 
 
 class InfusedPosition(Position):
-    """Sinusoids of the places are added to what queries and keys are projected from (Shortformer, section 5.1).
+    """Sinusoids of the places are added to the inputs of the query and key projections (Shortformer, section 5.1).
 
     A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
     linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.

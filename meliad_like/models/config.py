@@ -49,7 +49,7 @@ class ModelTraits(NamedTuple):
     fewest_layers: int = 1
     """The smallest `num_layers` that contains every kind of layer of this model; used when a run is shrunk."""
     memory: str | None = None
-    """The name of what a carry remembers, in a family whose layers have one memory; None: nothing. The carries of a
+    """The name of the memory in a carry, in a family whose layers have one memory; None: none. The carries of a
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
     states: tuple[str, ...] = ()
     """The fields of memories that are states, which pass from block to block."""

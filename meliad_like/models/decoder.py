@@ -147,7 +147,7 @@ class DecoderConfig(StackConfig):
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """The sizes of the decoder, and what its layers have."""
+        """The sizes of the decoder, and the mixers and networks of its layers."""
         mixers, networks = zip(*map(self._parts, entries_by_layer(self.layers, self.total_layers)))
         in_layers = {mixer: None for layer in mixers for mixer in layer}
         for mixer in in_layers:
@@ -205,7 +205,7 @@ class DecoderConfig(StackConfig):
         return next((mixer for mixer in self.mixers if isinstance(mixer, kind)), None)
 
     def publishers(self) -> dict[str, list[int]]:
-        """The layers that publish what mixers of other layers read, by the name of the publishing mixer."""
+        """The layers that publish values for mixers of other layers, by the name of the publishing mixer."""
         reads = {mixer.reads for mixer in self.mixers} - {None}
         return {name: self.layers_with(MIXERS[name]) for name in sorted(reads)}
 
@@ -321,7 +321,7 @@ class DecoderLayer(Layer):
         return {name: self.mixers[name].begin_decoding(carry[name]) for name in self.names}
 
     def end_decoding(self, carry):
-        """The carry without what decoding alone needs: fields that are None in a mixer's `init_carry`."""
+        """The carry without the arrays that only decoding needs: fields that are None in a mixer's `init_carry`."""
         empty = jax.eval_shape(lambda: self.init_carry(1, jnp.float32))
         return jax.tree.map(lambda x, y: None if x is None else y, empty, carry, is_leaf=lambda x: x is None)
 
@@ -381,12 +381,12 @@ class Stack(BaseDecoder):
         )
         self.layers = nnx.List(self.make_layers(rngs))
         self.final_norm = RMSNorm(config.model_width, config.norm_epsilon, rngs=rngs)
-        own = (
+        output_embedding = (
             None
             if config.tied_embedding
             else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table")
         )
-        self.output_embedding = own
+        self.output_embedding = output_embedding
 
     def make_layers(self, rngs: nnx.Rngs) -> Iterable[Layer]:
         """The layers, with fresh parameters."""

@@ -1,4 +1,4 @@
-"""The notation for what each layer of a stack has (`DecoderConfig.layers`).
+"""The notation of the mixers and the network of each layer of a stack (`DecoderConfig.layers`).
 
 An entry names all that a layer has, joined by +, such as "sliding_window+feedforward". The entries of a stack are
 repeated from the first layer to the last. Behind them may follow pairs of layers, by their numbers, and the entry that

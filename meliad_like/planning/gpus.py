@@ -14,15 +14,15 @@ class Gpu(NamedTuple):
     units: int
     """The number of float32 units of a multiprocessor."""
     clock: float
-    """GHz."""
+    """The clock rate in GHz."""
     l2_cache: int
-    """MiB."""
+    """The size of the L2 cache in MiB."""
     shared_memory: int
-    """KiB of a multiprocessor; a block can have one less."""
+    """The shared memory of a multiprocessor in KiB; a block can have one less."""
     memory: int
-    """Bytes."""
+    """The size of the memory in bytes."""
     bandwidth: int
-    """Bytes per second of the memory."""
+    """The bandwidth of the memory in bytes per second."""
 
     def target_config(self) -> str:
         """The text of XLA's `GpuTargetConfigProto`."""

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for devices that this machine need not have, and what they need on each device."""
+"""The programs of a run, compiled for devices that this machine need not have, and their needs on each device."""
 
 import functools
 import math
@@ -80,7 +80,7 @@ def needs(
     percent larger (docs/planning.md). Raises UserError if the mesh does not fit the devices, the lanes or the model.
     """
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
-    program = make_program(placed(run, topology), vocabulary_size, mesh)
+    program = make_program(with_kernels(run, topology), vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     shapes = model.abstract_carry(num_lanes, decoding=True)
     shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes))
@@ -118,7 +118,7 @@ def needs(
         yield need
 
 
-def placed(run: RunConfig, topology: Topology) -> RunConfig:
+def with_kernels(run: RunConfig, topology: Topology) -> RunConfig:
     """The run with the kernels that compile for one of the devices, where its config leaves this to the program."""
     with jax.set_mesh(make_mesh(MeshConfig(), topology.devices[:1])):
         return run.on_this_platform()

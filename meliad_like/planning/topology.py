@@ -24,8 +24,8 @@ class Chip(NamedTuple):
     """Figures of the vendor's data sheets, in bytes and in bytes per second."""
 
     memory: float
-    """Without what a TPU's compiler reserves (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error messages; of a GPU
-    the three quarters that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+    """The memory of a TPU without the compiler's reserve (1.25 of v4's 32 GiB, 0.25 of v5e's 16), from its error
+    messages; of a GPU the three quarters that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
     memory_bandwidth: float
     peak_flops: float
     """FLOP/s of bfloat16 matrix products."""
@@ -46,7 +46,7 @@ class Topology(NamedTuple):
     devices: Sequence[Any]
     kind: str
     chip: Chip | None = None
-    """None for unknown devices."""
+    """The data sheet's figures; None for unknown devices."""
 
 
 def open_topology(name: str) -> Topology:

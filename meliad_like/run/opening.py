@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is saved with the arrays, and how the folder alone becomes a model that runs."""
+"""Checkpoint folders: the metadata that is saved with the arrays, and opening a folder as a model that runs."""
 
 import dataclasses
 import re
@@ -124,8 +124,8 @@ def open_checkpoint(
         if mesh is not None:
             mesh = make_mesh(run.mesh) if mesh == "config" else mesh
             shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
-        placed = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
-        params, _ = checkpoints.restore_params(placed, metadata["step"])
+        sharded = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
+        params, _ = checkpoints.restore_params(sharded, metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 

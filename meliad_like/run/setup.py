@@ -23,7 +23,7 @@ from meliad_like.training.step import TrainState
 
 
 class StageSetup(NamedTuple):
-    """One stage of a run before its first step: what follows from the config, the documents and the devices."""
+    """One stage of a run before its first step, which follows from the config, the documents and the devices."""
 
     whole_run: RunConfig
     """The config of all stages."""
@@ -147,10 +147,10 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
         way_out = "train the model of the checkpoint, or choose another one"
         check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
-    placed = jax.tree.map(
+    sharded = jax.tree.map(
         lambda new, old: jax.device_put(new, old.sharding), opened.params, {x: state.params[x] for x in opened.params}
     )
-    return state.starting_with({**state.params, **placed})
+    return state.starting_with({**state.params, **sharded})
 
 
 def metadata(setup: StageSetup, step: int) -> dict:

@@ -47,7 +47,7 @@ class Tracer:
         self.shapes: dict[str, tuple[int, int]] = {}
         """The number of states and of their channels, by layer and mixer."""
         self.varying: dict[str, None] = {}
-        """The names of gates that depend on what is read."""
+        """The names of gates that depend on the tokens."""
         self._gates: dict[str, list[np.ndarray]] = defaultdict(list)
         self._first: dict[str, np.ndarray] = {}
 

@@ -130,7 +130,7 @@ class Cell(NamedTuple):
     task: str
     items: int
     distance: int
-    """Blocks of filler between what is written and the first question."""
+    """Blocks of filler between the items and the first question."""
 
     @classmethod
     def of_name(cls, name: str) -> "Cell":

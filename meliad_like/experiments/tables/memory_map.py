@@ -1,4 +1,4 @@
-"""Maps of what memories hold, of documents that are made for it (`docs/studies.md`); no paper has this table."""
+"""Maps of the contents of memories, with documents made for it (`docs/studies.md`); no paper has this table."""
 
 from meliad_like.experiments.tables.table import Scale, Table, read_rows
 

@@ -1,1 +1,1 @@
-"""Selectors of ancient history: trained on the gains of spans, and what ranks candidates by them."""
+"""Selectors of ancient history, which are trained on the gains of spans and rank candidates."""

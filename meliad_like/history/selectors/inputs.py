@@ -34,7 +34,7 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SelectorInputs:
-    """The conversion of places in documents to what a selector reads."""
+    """The conversion of places in documents to the inputs of a selector."""
 
     layout: Layout
     context_length: int

@@ -111,9 +111,9 @@ def open_selector(folder: str | Path) -> LearnedSelector:
 def _restore(folder: Path, abstract: Params) -> tuple[Params, int]:
     """The newest parameters in a checkpoint folder, on the first device, and their step."""
     device = SingleDeviceSharding(jax.devices()[0])
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
     with Checkpoints(folder, read_only=True) as checkpoints:
-        params, metadata = checkpoints.restore_params(placed)
+        params, metadata = checkpoints.restore_params(on_device)
     return params, metadata.get("step", 0)
 
 
