@@ -47,7 +47,7 @@ SLIDE = DecoderConfig(**SIZES)
 def with_mixer(mixer: MixerConfig) -> DecoderConfig:
     """The decoder with a mixer in the place of the window in layer 2."""
     layers = ("sliding_window+feedforward", ((2,), f"{MIXERS.name_of(mixer)}+feedforward"))
-    return dataclasses.replace(SLIDE, layers=layers, mixers=(mixer,))
+    return dataclasses.replace(SLIDE, pattern=layers, mixers=(mixer,))
 
 
 CONFIGS = {

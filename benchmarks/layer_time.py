@@ -69,7 +69,7 @@ def layer_program(mixer: str, kernel: str):
         feedforward_width=4 * WIDTH.value,
         window_length=WINDOW.value,
         activation_dtype=DTYPE.value,
-        layers=(mixer,),
+        pattern=(mixer,),
         attention_kernel=kernel,
         recurrence_kernel=kernel,
         dropout_rate=0.0,

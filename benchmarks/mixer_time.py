@@ -34,7 +34,7 @@ def parse(mixer: str) -> config.RunConfig:
         f"ReaderConfig.tokens_per_step = {SEGMENT.value * LANES.value}",
     )
     chunks = [f"{MIXERS[name].__name__}.chunk_length = {chunk}"] if chunk else []
-    layers = f"DecoderConfig.layers = ('{name}+feedforward',)"
+    layers = f"DecoderConfig.pattern = ('{name}+feedforward',)"
     return config.parse([SIZE.value], [layers, *reader, *chunks, *GIN_PARAM.value])
 
 

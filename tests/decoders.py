@@ -16,22 +16,22 @@ WINDOWS = [name for name, mixer in MIXERS.items() if mixer.has_window]
 
 
 def with_mixer(config: DecoderConfig, mixer: MixerConfig, layers: tuple[int, ...] | None = None) -> DecoderConfig:
-    """The config with a mixer in the layers of these numbers (None: in all that `DecoderConfig.layers` repeats): in the
-    place of the attention to the window if it has that itself, otherwise in addition to it."""
+    """The config with a mixer in the layers of these numbers (None: in all that `DecoderConfig.pattern` repeats): in
+    the place of the attention to the window if it has that itself, otherwise in addition to it."""
     name = MIXERS.name_of(mixer)
 
     def added(entry: str) -> str:
         names = [other for other in names_in(entry) if not mixer.has_window or other not in WINDOWS]
         return "+".join(dict.fromkeys((name, *names)))
 
-    repeated = [entry for entry in config.layers if isinstance(entry, str)]
-    pairs = [pair for pair in config.layers[len(repeated) :] if name not in names_in(pair)]
+    repeated = [entry for entry in config.pattern if isinstance(entry, str)]
+    pairs = [pair for pair in config.pattern[len(repeated) :] if name not in names_in(pair)]
     if layers is None:
         repeated = [added(entry) for entry in repeated]
     else:
         pairs.append((layers, added(repeated[0])))
     mixers = (*(other for other in config.mixers if type(other) is not type(mixer)), mixer)
-    return dataclasses.replace(config, layers=(*repeated, *pairs), mixers=mixers)
+    return dataclasses.replace(config, pattern=(*repeated, *pairs), mixers=mixers)
 
 
 def recurrent(
@@ -44,8 +44,8 @@ def recurrent(
     old = config.mixer(RecurrentStates) or RecurrentStates()
     layers = layers or tuple(config.layers_with(RecurrentStates)) or (0,)
     others = tuple(other for other in config.mixers if other != old)
-    without = tuple(entry for entry in config.layers if "recurrent_states" not in names_in(entry))
-    config = dataclasses.replace(config, layers=without, mixers=others, **changes)
+    without = tuple(entry for entry in config.pattern if "recurrent_states" not in names_in(entry))
+    config = dataclasses.replace(config, pattern=without, mixers=others, **changes)
     config = with_mixer(config, dataclasses.replace(old, **states), layers)
     return config if feedback == "none" else with_mixer(config, StateReader(which=feedback))  # type: ignore[arg-type]
 

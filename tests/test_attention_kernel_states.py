@@ -116,7 +116,7 @@ def test_a_training_step_is_lowered_for_tpus_without_the_states_scores(num_state
         256,
         "tpu",
         False,
-        layers=("recurrent_states+feedforward",),
+        pattern=("recurrent_states+feedforward",),
         mixers=(RecurrentStates(num_states=num_states),),
     )
     program = program.lower(lowering_platforms=("tpu",)).as_text()

@@ -24,7 +24,7 @@ def message(gin_files=(), gin_params=()):
     return str(caught.value)
 
 
-STATES = "DecoderConfig.layers = ('recurrent_states',)"
+STATES = "DecoderConfig.pattern = ('recurrent_states',)"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ STATES = "DecoderConfig.layers = ('recurrent_states',)"
         (["DecoderConfig.num_layers = '3'"], "DecoderConfig.num_layers='3' must be int"),
         (["DecoderConfig.num_layers = True"], "DecoderConfig.num_layers=True must be int"),
         (["DecoderConfig.logit_scale = 'a'"], "DecoderConfig.logit_scale='a' must be float or None"),
-        (["DecoderConfig.layers = 1"], "DecoderConfig.layers=1 must be tuple["),
+        (["DecoderConfig.pattern = 1"], "DecoderConfig.pattern=1 must be tuple["),
         ([STATES, "RecurrentStates.gate = 'open'"], "RecurrentStates.gate='open' must be 'fixed' or 'lstm'"),
         (["DecoderConfig.num_layers = %LAYERS"], "%LAYERS has no value; bind LAYERS = ..."),
         (["LAYERS = 3"], "nothing reads LAYERS (nearest: EXTRA_LAYERS)"),
@@ -223,9 +223,9 @@ def test_one_parse_leaves_nothing_behind_for_the_next():
 
 def test_lists_become_tuples_and_whole_numbers_floats():
     run = config.parse(
-        gin_params=["DecoderConfig.layers = ['rg_lru', [[1, 2], 'mamba2']]", "DecoderConfig.logit_scale = 1"]
+        gin_params=["DecoderConfig.pattern = ['rg_lru', [[1, 2], 'mamba2']]", "DecoderConfig.logit_scale = 1"]
     )
-    assert run.model.layers == ("rg_lru", ((1, 2), "mamba2"))
+    assert run.model.pattern == ("rg_lru", ((1, 2), "mamba2"))
     assert type(run.model.logit_scale) is float
 
 

@@ -41,7 +41,7 @@ CONFIG = with_mixer(DecoderConfig(**SIZES), RecurrentStates(num_states=3), (1,))
 
 def config_of(name):
     if name == "slide":
-        return dataclasses.replace(CONFIG, layers=DecoderConfig.layers, mixers=())
+        return dataclasses.replace(CONFIG, pattern=DecoderConfig.pattern, mixers=())
     gate, cell = name.split("_")
     return recurrent(CONFIG, gate=gate, cell=cell)
 
@@ -73,7 +73,7 @@ NEWER = {
     "melodi": MelodiConfig(**SIZES, long_layers=(0,), num_summaries=3, short_length=3, long_length=2, long_slots=4),
     "dense": dataclasses.replace(
         CONFIG,
-        layers=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
+        pattern=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
         mixers=(DenseMemory(num_slots=8),),
         doubled_inputs=(1,),
     ),

@@ -94,7 +94,7 @@ def test_a_horizon_of_segments_is_not_decoded():
         ("DenseMemory.horizon = 'all'", "DenseMemory.horizon='all' must be 'tokens' or 'segment'"),
         ("DecoderConfig.doubled_inputs = (13,)", "doubled_inputs=(13,) names a layer that 13 layers lack"),
         (
-            "DecoderConfig.layers = ('dense_memory+sliding_window',)",
+            "DecoderConfig.pattern = ('dense_memory+sliding_window',)",
             "dense_memory and sliding_window each have the attention to the window",
         ),
     ],

@@ -32,7 +32,7 @@ CONFIGS = {
     "melodi_lm": MelodiConfig(**SIZES, long_layers=(1,), num_summaries=6, short_length=6, long_length=4, long_slots=40),
     "dense_kv_lm": DecoderConfig(
         **SIZES,
-        layers=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
+        pattern=("sliding_window+feedforward", ((1,), "dense_memory+feedforward")),
         mixers=(DenseMemory(num_slots=64, horizon="segment"),),
         doubled_inputs=(1,),
     ),

@@ -34,7 +34,7 @@ SAME = ("dropout_rate", "activation_dtype", "matmul_dtype", "remat", "attention_
 
 def structure_of(settings):
     """What distinguishes two models in addition to their sizes, their initial values and which layers have what."""
-    same = (*SAME, "layers", "extra_layers", "attention_scale", "time_constants", "scale", "logit_scale")
+    same = (*SAME, "pattern", "layers", "extra_layers", "attention_scale", "time_constants", "scale", "logit_scale")
     sizes = ("length", "width", "heads", "layers")
     return [
         (

@@ -102,7 +102,7 @@ def test_attention_of_a_dense_memory_begins_with_its_scale():
 
 
 MELODI = {"long_layers": (1,), "num_summaries": 32, "short_length": 32, "long_length": 16, "long_slots": 64}
-SIDE = {"layers": ("sliding_window+feedforward", ((1,), "dense_memory+feedforward")), "doubled_inputs": (1,)}
+SIDE = {"pattern": ("sliding_window+feedforward", ((1,), "dense_memory+feedforward")), "doubled_inputs": (1,)}
 NEWER_MODELS = {
     "melodi": MELODI,
     "dense_kv": {**SIDE, "num_layers": 3},

@@ -88,7 +88,7 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dtype):
     mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
-    config = dataclasses.replace(CONFIG, mixers=mixers, layers=("gated_delta_rule+mamba2",), position=Rotary())
+    config = dataclasses.replace(CONFIG, mixers=mixers, pattern=("gated_delta_rule+mamba2",), position=Rotary())
     kernel_check._checked.cache_clear()
     assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "interpreted"
     assert capsys.readouterr().err == "recurrence kernel: checked on this device\n"

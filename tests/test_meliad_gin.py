@@ -124,11 +124,12 @@ def test_bindings(folder):
         "DecoderConfig.dropout_rate = 0.1",
         "DecoderConfig.feedforward_width = 64",
         "DecoderConfig.head_size = 16",
-        "DecoderConfig.layers = ('sliding_window+state_reader+feedforward', ((-3, 2), 'recurrent_states+feedforward'))",
         "DecoderConfig.mask_empty_cache = False",
         "DecoderConfig.model_width = 64",
         "DecoderConfig.num_heads = 2",
         "DecoderConfig.num_layers = 4",
+        "DecoderConfig.pattern = "
+        "('sliding_window+state_reader+feedforward', ((-3, 2), 'recurrent_states+feedforward'))",
         "DecoderConfig.position = 't5'",
         "DecoderConfig.window_length = 16",
         "ReaderConfig.segment_length = 64",

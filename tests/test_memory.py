@@ -318,4 +318,4 @@ def test_mistakes(changes, message):
 
 def test_a_layer_has_one_attention_to_the_window():
     with pytest.raises(UserError, match="external_memory and recurrent_states each have the attention to the window"):
-        dataclasses.replace(CONFIG, layers=("recurrent_states+external_memory+feedforward",))
+        dataclasses.replace(CONFIG, pattern=("recurrent_states+external_memory+feedforward",))

@@ -117,8 +117,8 @@ def decoder(name, alone=False, **sizes):
     window, needed = DecoderConfig(**sizes), [((0,), f"{MIXERS.name_of(mixer)}+feedforward") for mixer in needs]
     if alone:
         layers = (f"{MIXERS.name_of(config)}+feedforward", *needed)
-        return dataclasses.replace(window, layers=layers, mixers=(*needs, config))
-    return with_mixer(dataclasses.replace(window, layers=(*window.layers, *needed), mixers=needs), config, (1,))
+        return dataclasses.replace(window, pattern=layers, mixers=(*needs, config))
+    return with_mixer(dataclasses.replace(window, pattern=(*window.pattern, *needed), mixers=needs), config, (1,))
 
 
 @functools.cache

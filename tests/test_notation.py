@@ -67,7 +67,7 @@ def test_a_smaller_stack_of_twelve_layers_keeps_all_entries(layers, divisor, few
 
 
 def test_what_layers_have_are_the_configs_of_the_names():
-    decoder = DecoderConfig(**SIZES, layers=(WINDOW, "feedforward", ((-1,), f"state_reader+{STATES}")))
+    decoder = DecoderConfig(**SIZES, pattern=(WINDOW, "feedforward", ((-1,), f"state_reader+{STATES}")))
     assert names(decoder) == [
         "sliding_window",
         "",
@@ -79,11 +79,11 @@ def test_what_layers_have_are_the_configs_of_the_names():
     assert decoder.mixers == (RecurrentStates(), SlidingWindow(), StateReader())
     assert decoder.num_block_by_block == 6
     assert all(network is not None for network in decoder.shape.feedforwards)
-    assert DecoderConfig(**SIZES, layers=("rg_lru",)).shape.feedforwards == (None,) * 6
+    assert DecoderConfig(**SIZES, pattern=("rg_lru",)).shape.feedforwards == (None,) * 6
 
 
 def test_a_layer_has_the_parameters_of_what_its_entry_names_and_no_others():
-    decoder = DecoderConfig(**SIZES, layers=("gated_delta_rule", "feedforward", "sliding_window+gated_delta_rule"))
+    decoder = DecoderConfig(**SIZES, pattern=("gated_delta_rule", "feedforward", "sliding_window+gated_delta_rule"))
     layers = Model(decoder, 50).abstract_params["layers"]
     assert set(layers[0]) == {"norm", "mixers", "output"} and set(layers[0]["mixers"]) == {"gated_delta_rule"}
     assert set(layers[1]) == {"feedforward"}
@@ -94,24 +94,24 @@ def test_a_layer_has_the_parameters_of_what_its_entry_names_and_no_others():
 
 
 def test_in_gin_the_named_mixers_are_bound_by_their_classes():
-    bound = [f"DecoderConfig.layers = {HYBRID}", "GatedDeltaRule.conv_length = 2"]
+    bound = [f"DecoderConfig.pattern = {HYBRID}", "GatedDeltaRule.conv_length = 2"]
     decoder = config.parse([], bound).model
     assert names(decoder) == ["gated_delta_rule", "gated_delta_rule", "sliding_window"] * 4
     assert decoder.mixers == (GatedDeltaRule(conv_length=2), SlidingWindow())
     # Another choice for a saved config keeps the mixers that both have.
-    changes = config.read_changes([], [f"DecoderConfig.layers = ('{WINDOW}', ((0,), 'gated_delta_rule'))"])
+    changes = config.read_changes([], [f"DecoderConfig.pattern = ('{WINDOW}', ((0,), 'gated_delta_rule'))"])
     assert changes(decoder).mixers == decoder.mixers
-    assert changes(DecoderConfig(layers=(STATES,))).mixers == (GatedDeltaRule(), SlidingWindow())
+    assert changes(DecoderConfig(pattern=(STATES,))).mixers == (GatedDeltaRule(), SlidingWindow())
 
 
 def test_a_smaller_model_keeps_all_kinds_of_layers():
-    run = config.parse([], [f"DecoderConfig.layers = {HYBRID}"])
+    run = config.parse([], [f"DecoderConfig.pattern = {HYBRID}"])
     assert names(shrink(run).model) == ["gated_delta_rule", "gated_delta_rule", "sliding_window"]
     ten = config.parse(
-        [], [f"DecoderConfig.layers = {HYBRID + HYBRID + HYBRID + HYBRID[:1]}", "DecoderConfig.num_layers = 10"]
+        [], [f"DecoderConfig.pattern = {HYBRID + HYBRID + HYBRID + HYBRID[:1]}", "DecoderConfig.num_layers = 10"]
     )
     assert set(names(shrink(ten).model)) == {"gated_delta_rule", "sliding_window"}
-    two = config.parse([], [f"DecoderConfig.layers = ('{WINDOW}', ((4,), '{STATES}'), ((5,), 'mamba2'))"])
+    two = config.parse([], [f"DecoderConfig.pattern = ('{WINDOW}', ((4,), '{STATES}'), ((5,), 'mamba2'))"])
     assert set(names(shrink(two).model)) == {"sliding_window", "recurrent_states", "mamba2"}
 
 
@@ -119,21 +119,24 @@ def test_a_smaller_model_keeps_all_kinds_of_layers():
     ("changes", "message"),
     [
         (
-            {"layers": ("window+feedforward",)},
-            "layers names 'window', which is not one of .*sliding_window.*feedforward",
+            {"pattern": ("window+feedforward",)},
+            "pattern names 'window', which is not one of .*sliding_window.*feedforward",
         ),
-        ({"layers": ("sliding_window+",)}, "layers names '', which is not one of"),
-        ({"layers": HYBRID * 3}, "layers has 9 entries, and the decoder has 6 layers"),
-        ({"layers": ()}, r"layers=\(\) must begin with entries"),
-        ({"layers": (((0,), STATES),)}, "must begin with entries, such as 'sliding_window"),
-        ({"layers": (WINDOW, ((0,), STATES), WINDOW)}, "must begin with entries"),
-        ({"layers": (WINDOW, ((), STATES))}, "layers names no layer for 'recurrent_states"),
-        ({"layers": (WINDOW, ((6,), STATES))}, r"layers=\[6\] names a layer that 6 layers lack"),
-        ({"layers": (WINDOW, ((0, -6), STATES))}, r"layers=\[0, -6\] names a layer twice"),
-        ({"layers": (WINDOW, ((0,), STATES), ((0,), "mamba2"))}, r"layers=\[0, 0\] names a layer twice"),
-        ({"layers": ("recurrent_states+sliding_window",)}, "each have the attention to the window"),
-        ({"layers": ("sliding_window+state_reader",)}, "StateReader reads what recurrent_states publishes"),
-        ({"mixers": (GatedDeltaRule(conv_length=2),)}, "has no effect: DecoderConfig.layers does not name gated_delta"),
+        ({"pattern": ("sliding_window+",)}, "pattern names '', which is not one of"),
+        ({"pattern": HYBRID * 3}, "pattern has 9 entries, and the decoder has 6 layers"),
+        ({"pattern": ()}, r"pattern=\(\) must begin with entries"),
+        ({"pattern": (((0,), STATES),)}, "must begin with entries, such as 'sliding_window"),
+        ({"pattern": (WINDOW, ((0,), STATES), WINDOW)}, "must begin with entries"),
+        ({"pattern": (WINDOW, ((), STATES))}, "pattern names no layer for 'recurrent_states"),
+        ({"pattern": (WINDOW, ((6,), STATES))}, r"pattern=\[6\] names a layer that 6 layers lack"),
+        ({"pattern": (WINDOW, ((0, -6), STATES))}, r"pattern=\[0, -6\] names a layer twice"),
+        ({"pattern": (WINDOW, ((0,), STATES), ((0,), "mamba2"))}, r"pattern=\[0, 0\] names a layer twice"),
+        ({"pattern": ("recurrent_states+sliding_window",)}, "each have the attention to the window"),
+        ({"pattern": ("sliding_window+state_reader",)}, "StateReader reads what recurrent_states publishes"),
+        (
+            {"mixers": (GatedDeltaRule(conv_length=2),)},
+            "has no effect: DecoderConfig.pattern does not name gated",
+        ),
         ({"mixers": (SlidingWindow(), SlidingWindow())}, "two configs of the same class"),
     ],
 )
@@ -148,21 +151,25 @@ def test_mistakes(changes, message):
         (
             ["block_recurrent/fixed_skip.gin", "block_recurrent/slide_12l.gin"],
             [],
-            r"DecoderConfig.layers is .* in block_recurrent/fixed_skip.gin:2 and .* in block_recurrent/slide_12l.gin:2",
+            r"DecoderConfig.pattern is .* in block_recurrent/fixed_skip.gin:2 and .* in block_recurrent/slide_12l.gin",
         ),
         (
             ["block_recurrent/slide_12l.gin"],
             ["RecurrentStates.num_states = 3"],
-            r"nothing reads RecurrentStates.num_states: DecoderConfig.layers is 'sliding_window' \(block_recurrent/sli",
+            r"nothing reads RecurrentStates.num_states: DecoderConfig.pattern is 'sliding_window' \(block_recurrent/",
         ),
         (
             [],
             ["DecoderConfig.mixers = ('sliding_window',)"],
-            "DecoderConfig.mixers follows from DecoderConfig.layers: bind that",
+            "DecoderConfig.mixers follows from DecoderConfig.pattern: bind that",
         ),
-        ([], ["RecurrentStates.layers = (-3,)"], "nothing reads RecurrentStates.layers: DecoderConfig.layers is 'slid"),
-        ([], ["DecoderConfig.layers = 'mamba2'"], "DecoderConfig.layers='mamba2' must be tuple"),
-        ([], ["DecoderConfig.layers = ((-3, 'mamba2'),)"], "must be tuple"),
+        (
+            [],
+            ["RecurrentStates.layers = (-3,)"],
+            "nothing reads RecurrentStates.layers: DecoderConfig.pattern is 's",
+        ),
+        ([], ["DecoderConfig.pattern = 'mamba2'"], "DecoderConfig.pattern='mamba2' must be tuple"),
+        ([], ["DecoderConfig.pattern = ((-3, 'mamba2'),)"], "must be tuple"),
     ],
 )
 def test_a_choice_that_is_made_twice_or_has_no_effect_is_an_error(files, parameters, expected):
@@ -172,7 +179,7 @@ def test_a_choice_that_is_made_twice_or_has_no_effect_is_an_error(files, paramet
 
 def test_a_parameter_replaces_a_files_choice_with_its_fields():
     slide = config.parse(["block_recurrent/slide_12l.gin"])
-    assert config.parse(["block_recurrent/fixed_skip.gin"], [f"DecoderConfig.layers = ('{WINDOW}',)"]) == slide
+    assert config.parse(["block_recurrent/fixed_skip.gin"], [f"DecoderConfig.pattern = ('{WINDOW}',)"]) == slide
 
 
 METHODS = [name for name in config.shipped_files() if name.startswith(("block_recurrent/", "mixer/"))]
@@ -188,7 +195,7 @@ def test_a_method_added_to_the_quickstart_is_that_method_or_an_error_that_names_
             config.parse(["quickstart_training.gin", method], deep)
     else:
         alone, added = config.parse([method]).model, config.parse(["quickstart_training.gin", method], deep).model
-        assert distinct_entries(added.layers) == distinct_entries(alone.layers)
+        assert distinct_entries(added.pattern) == distinct_entries(alone.pattern)
         assert set(map(type, added.mixers)) == set(map(type, alone.mixers))
     with pytest.raises(UserError, match=both):
         config.parse(["quickstart.gin", method], deep)

@@ -38,7 +38,7 @@ HYBRID = dataclasses.replace(
     SLIDE,
     mixers=(GatedDeltaRule(values_per_key=2, value_size=3, conv_length=3),),
     num_layers=4,
-    layers=("gated_delta_rule+feedforward", "sliding_window", "recurrent_states+gated_delta_rule", "feedforward"),
+    pattern=("gated_delta_rule+feedforward", "sliding_window", "recurrent_states+gated_delta_rule", "feedforward"),
     position=Rotary(),
     feedforward_bias=True,
     logit_scale=0.5,
@@ -90,7 +90,7 @@ def opened(folder):
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
         (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),
         (
-            dataclasses.replace(SLIDE, layers=("rg_lru", "kimi_delta_attention"), num_layers=2),
+            dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),
             "kimi_delta_attention and rg_lru",
         ),
     ],

@@ -158,6 +158,6 @@ def test_sizes_that_do_not_fit_use_the_default():
         assert not recurrence_gpu.fits(*sizes) and kernel_of_recurrence("gpu", *sizes) is None
     assert kernel_of_recurrence("interpreted", 8, 6, 6) is RECURRENCES["interpreted"]
     mixer = KimiDeltaAttention()
-    config = DecoderConfig(layers=("kimi_delta_attention+feedforward",))
+    config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
     assert config.recurrence_kernel == "auto" and not mixer.has_recurrence_kernel(config.shape)
     assert mixer.has_recurrence_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape)

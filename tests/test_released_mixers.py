@@ -131,7 +131,7 @@ def layer(name, **changes):
     """Our layer without a feed-forward network, as a graph and parameters."""
     config, sizes, _ = LAYERS[name]
     sizes = {"model_width": 16, "num_heads": 2, "head_size": 8, "num_layers": 1} | sizes | changes
-    decoder = DecoderConfig(**sizes, layers=(MIXERS.name_of(config),), mixers=(config,))
+    decoder = DecoderConfig(**sizes, pattern=(MIXERS.name_of(config),), mixers=(config,))
     graph, params = nnx.split(DecoderLayer(decoder.shape, 0, rngs=nnx.Rngs(0)), nnx.Param)
     return graph, dict(nnx.to_flat_state(params))
 

@@ -197,7 +197,7 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
         drop("DecayingScheduleConfig")
     ours["DecoderConfig.mask_empty_cache"] = False
     melodi = any(key.startswith("MelodiConfig.") for key in ours)
-    ours |= {"RunConfig.model": "melodi"} if melodi else {"DecoderConfig.layers": (others, *pairs)}
+    ours |= {"RunConfig.model": "melodi"} if melodi else {"DecoderConfig.pattern": (others, *pairs)}
     task, size = ours.pop("task", None), ours.pop("vocabulary_size", None)
     if task and size:
         ours["VocabularyConfig.size_multiple"] = size

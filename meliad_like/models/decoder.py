@@ -99,15 +99,15 @@ class DecoderConfig(StackConfig):
     The defaults are the paper's 12-layer model with a sliding window.
     """
 
-    layers: tuple[str | Pair, ...] = size(("sliding_window+feedforward",), "layer_entries")
+    pattern: tuple[str | Pair, ...] = size(("sliding_window+feedforward",), "layer_entries")
     """What each layer has: the names of mixers and of a feed-forward network, joined by +. These entries are repeated
     from the first layer to the last; pairs behind them, such as ((-3,), "recurrent_states+feedforward"), say what the
     layers of these numbers have instead, counted from 0 or, if negative, from the end."""
-    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, tuple, named_in="layers")
-    """The mixers that `layers` names: the ways in which layers see earlier tokens (`meliad_like/mixers`). Those that
+    mixers: tuple[MixerConfig, ...] = kind_field(MIXERS, tuple, named_in="pattern")
+    """The mixers that `pattern` names: the ways in which layers see earlier tokens (`meliad_like/mixers`). Those that
     are not given have their defaults."""
-    feedforwards: tuple[FeedForwardConfig, ...] = kind_field(FEEDFORWARDS, tuple, named_in="layers")
-    """The feed-forward networks that `layers` names, in the same way."""
+    feedforwards: tuple[FeedForwardConfig, ...] = kind_field(FEEDFORWARDS, tuple, named_in="pattern")
+    """The feed-forward networks that `pattern` names, in the same way."""
     doubled_inputs: tuple[int, ...] = size((), "layer_indices")
     """The layers whose input is added to their output once more, as to that of google-research/meliad's dense memory;
     negative numbers count from the end."""
@@ -148,7 +148,7 @@ class DecoderConfig(StackConfig):
     @functools.cached_property
     def shape(self) -> Shape:
         """The sizes of the decoder, and the mixers and networks of its layers."""
-        mixers, networks = zip(*map(self._parts, entries_by_layer(self.layers, self.total_layers)))
+        mixers, networks = zip(*map(self._parts, entries_by_layer(self.pattern, self.total_layers)))
         in_layers = {mixer: None for layer in mixers for mixer in layer}
         for mixer in in_layers:
             if mixer.reads and mixer.reads not in map(MIXERS.name_of, in_layers):
@@ -156,14 +156,14 @@ class DecoderConfig(StackConfig):
         return self.shape_with(layers=mixers, feedforwards=networks)
 
     def _named(self, registry: Registry, given: tuple[Any, ...]) -> list[Any]:
-        """The configs of a registry that `layers` names: those given, or the defaults. They are in the order of their
+        """The configs of a registry that `pattern` names: those given, or the defaults. They are in the order of their
         names, so that equal decoders are equal configs."""
-        configs, names = {registry.name_of(config): config for config in given}, set(names_in(self.layers))
+        configs, names = {registry.name_of(config): config for config in given}, set(names_in(self.pattern))
         if len(configs) < len(given):
             raise UserError(f"{given} has two configs of the same class")
         for name, config in configs.items():
             if name not in names and config != type(config)():
-                raise UserError(f"{config} has no effect: DecoderConfig.layers does not name {name}")
+                raise UserError(f"{config} has no effect: DecoderConfig.pattern does not name {name}")
         return [configs.get(name, registry[name]()) for name in sorted(names & set(registry))]
 
     def _parts(self, entry: str) -> tuple[tuple[MixerConfig, ...], FeedForwardConfig | None]:
@@ -171,7 +171,7 @@ class DecoderConfig(StackConfig):
         names = set(names_in(entry))
         if unknown := names - set(MIXERS) - set(FEEDFORWARDS):
             known = ", ".join((*MIXERS, *FEEDFORWARDS))
-            raise UserError(f"DecoderConfig.layers names {min(unknown)!r}, which is not one of {known}")
+            raise UserError(f"DecoderConfig.pattern names {min(unknown)!r}, which is not one of {known}")
         mixers = tuple(mixer for mixer in self.mixers if MIXERS.name_of(mixer) in names)
         networks = [network for network in self.feedforwards if FEEDFORWARDS.name_of(network) in names]
         windows = [MIXERS.name_of(mixer) for mixer in mixers if mixer.has_window]
@@ -222,7 +222,7 @@ class DecoderConfig(StackConfig):
             lambda position: np.asarray(np.maximum.reduce([each.attends_to(position) for each in traits]) + 1),
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
             needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
-            fewest_layers=len(distinct_entries(self.layers)),
+            fewest_layers=len(distinct_entries(self.pattern)),
             states=tuple(dict.fromkeys(name for each in traits for name in each.states)),
         )
 

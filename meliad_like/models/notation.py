@@ -1,4 +1,4 @@
-"""The notation of the mixers and the network of each layer of a stack (`DecoderConfig.layers`).
+"""The notation of the mixers and the network of each layer of a stack (`DecoderConfig.pattern`).
 
 An entry names all that a layer has, joined by +, such as "sliding_window+feedforward". The entries of a stack are
 repeated from the first layer to the last. Behind them may follow pairs of layers, by their numbers, and the entry that
@@ -23,16 +23,16 @@ def entries_by_layer(layers: Sequence[str | Pair], num_layers: int) -> list[str]
     """
     repeated, pairs = _parts(layers)
     if not repeated or any(isinstance(pair, str) for pair in pairs):
-        raise UserError(f"DecoderConfig.layers={layers} must begin with entries, such as 'sliding_window+feedforward'")
+        raise UserError(f"DecoderConfig.pattern={layers} must begin with entries, such as 'sliding_window+feedforward'")
     if len(repeated) > num_layers:
-        raise UserError(f"DecoderConfig.layers has {len(repeated)} entries, and the decoder has {num_layers} layers")
+        raise UserError(f"DecoderConfig.pattern has {len(repeated)} entries, and the decoder has {num_layers} layers")
     entries = [repeated[i % len(repeated)] for i in range(num_layers)]
     for indices, entry in pairs:
         if not indices:
-            raise UserError(f"DecoderConfig.layers names no layer for {entry!r}")
+            raise UserError(f"DecoderConfig.pattern names no layer for {entry!r}")
         for i in indices:
             entries[i % num_layers] = entry
-    layer_indices("DecoderConfig.layers", [i for indices, _ in pairs for i in indices], num_layers)
+    layer_indices("DecoderConfig.pattern", [i for indices, _ in pairs for i in indices], num_layers)
     return entries
 
 

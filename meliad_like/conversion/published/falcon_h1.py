@@ -87,7 +87,7 @@ class FalconH1Family(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=fields("head_dim", int, d // h),
-            layers=("dot_product_attention+mamba2+gated_feedforward",),
+            pattern=("dot_product_attention+mamba2+gated_feedforward",),
             mixers=(attention, recurrence),
             feedforward_bias=of_network,
             embedding_scale=factor(fields, "embedding_multiplier"),

@@ -76,7 +76,7 @@ class GraniteHybridFamily(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=d // h,
-            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
+            pattern=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
             embedding_scale=fields("embedding_multiplier", float, 1.0),
             logit_scale=1 / fields("logits_scaling", float, 1.0),

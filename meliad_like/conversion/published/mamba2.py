@@ -85,7 +85,7 @@ class Mamba2Family(Family):
             model_width=d,
             num_heads=h,
             head_size=p,
-            layers=("mamba2",),
+            pattern=("mamba2",),
             mixers=(mixer,),
             logit_scale=1.0,
             norm_epsilon=epsilon,

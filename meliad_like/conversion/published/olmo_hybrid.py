@@ -85,7 +85,7 @@ class OlmoHybridFamily(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=d // h,
-            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
+            pattern=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
             norms_after=after,
             logit_scale=1.0,

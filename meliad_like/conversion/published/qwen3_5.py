@@ -90,7 +90,7 @@ class Qwen35Family(Family):
             feedforward_width=f,
             num_heads=h,
             head_size=k,
-            layers=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
+            pattern=shortest_period([f"{mixers[kind][0]}+gated_feedforward" for kind in kinds]),
             mixers=tuple(mixers[kind][1] for kind in sorted(set(kinds))),
             logit_scale=1.0,
             norm_epsilon=epsilon,

@@ -57,7 +57,7 @@ class RecurrentGemmaFamily(Family):
             feedforward_width=f // 2,
             num_heads=h,
             head_size=d // h,
-            layers=tuple(f"{MIXERS[kind]}+gated_feedforward" for kind in used),
+            pattern=tuple(f"{MIXERS[kind]}+gated_feedforward" for kind in used),
             mixers=tuple(mixers[kind] for kind in sorted(set(used))),
             feedforwards=(GatedFeedForward(activation="gelu_tanh"),),
             feedforward_bias=True,
