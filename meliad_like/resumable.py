@@ -18,7 +18,7 @@ ABSENT = "absent"
 MAX_NAMED = 3
 """The largest number of differences that a message names."""
 SHORTENED = reprlib.Repr()
-"""Values in messages."""
+"""The shortened form of values in messages."""
 SHORTENED.maxlist, SHORTENED.maxstring, SHORTENED.maxother = 20, 1000, 1000
 
 

@@ -8,7 +8,7 @@ from meliad_like.errors import UserError
 
 
 def _check(requirement: str, fits: Callable[[Any], bool]) -> Callable[[Any, Sequence[str]], None]:
-    """(config, names of fields) -> nothing, or a UserError that names the first field that does not fit."""
+    """A function (config, names of fields) that raises a UserError for the first field that does not fit."""
 
     def check(config: Any, fields: Sequence[str]) -> None:
         for field in fields:

@@ -148,7 +148,7 @@ def statements(text: str, name: str, numbered: bool = True) -> list[Any]:
 
 
 def _parse(text: str, name: str, rank: Rank, numbered: bool = True) -> tuple[list[tuple[str, Binding]], list[str]]:
-    """(bindings, included files) of one file or `--gin_param`, or of the bindings of a row."""
+    """The bindings, and the included files, of one file or `--gin_param`, or of the bindings of a row."""
     bindings, includes = [], []
     for statement in statements(text, name, numbered):
         if isinstance(statement, config_parser.IncludeStatement):

@@ -26,9 +26,9 @@ class Row(NamedTuple):
     files: tuple[str, ...]
     """Names of the gin files and other rows that it includes."""
     bindings: tuple[str, ...]
-    """Its own bindings, which win over those of its files."""
+    """The bindings of the row, which win over those of its files."""
     cells: Mapping[str, str]
-    """All its cells that are not empty, by the name of the column."""
+    """The cells of the row that are not empty, by the name of the column."""
 
 
 def gin_root() -> epath.Path:

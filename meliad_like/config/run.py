@@ -36,7 +36,7 @@ class TrainingConfig:
     memory. The gradient is that of all of them together, whatever their numbers of tokens. Where a model draws its
     dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
-    """Tokens of a lane whose logits exist at once."""
+    """The number of tokens of a lane whose logits exist at the same time."""
     z_loss: float = 0.0
     """Factor of an additional loss, the squared logarithm of the softmax's sum, which keeps logits small (Chowdhery et
     al. 2022, section 5). Metrics show the loss without it."""
@@ -205,13 +205,13 @@ def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
 
 
 class Stage(NamedTuple):
-    """Steps that are trained alike."""
+    """Consecutive steps of a run with the same lengths."""
 
     index: int
     first_step: int
-    """Steps done before it."""
+    """The number of steps done before this stage."""
     last_step: int
-    """Steps done after it."""
+    """The number of steps done after this stage."""
     run: RunConfig
     """The config of these steps, as if there were no others."""
 

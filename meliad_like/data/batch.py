@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     """One segment of every lane: numpy arrays on the host, jax arrays on the devices; the lane axis comes first."""
 
     inputs: Int32[AnyArray, "b n"]
-    """Token ids; 0 at padding."""
+    """The token ids that are read; 0 at padding."""
     targets: Int32[AnyArray, "b n"]
     """The token after each input; 0 if there is none."""
     loss_mask: Bool[AnyArray, "b n"]
@@ -39,9 +39,9 @@ class Reader(abc.ABC):
     num_lanes: int
     """The number of lanes over all hosts."""
     segment_length: int
-    """Tokens that each lane reads in a step (n); a multiple of window_length."""
+    """The number of tokens that each lane reads in a step (n); a multiple of window_length."""
     window_length: int
-    """Tokens in a block (w)."""
+    """The number of tokens in a block (w)."""
     seed: int = 0
     """The seed that, with the epoch's number, determines the order."""
     _: dataclasses.KW_ONLY

@@ -23,9 +23,9 @@ class Document:
     """One text, read in order from its first to its last character."""
 
     name: str
-    """Unique within its split, such as `austen/persuasion`."""
+    """The name of the document, unique within its split, such as `austen/persuasion`."""
     split: str
-    """`train`, `validation` or `test`."""
+    """The split of the document: `train`, `validation` or `test`."""
     text: str
     """The whole text; it can be encoded as UTF-8."""
     skipped: tuple[str, ...] = ()

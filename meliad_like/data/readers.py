@@ -120,7 +120,7 @@ class LanesReader(ScheduledReader):
         return batch
 
     def _window(self, index: int) -> tuple[int, bool]:
-        """(first input of a document's window, whether it follows another one)."""
+        """The first input of a document's window, and whether the window follows another one."""
         first = 0
         if self.separate:
             sequence, index = divmod(index, self._windows_in_segment)
@@ -203,10 +203,10 @@ class ReaderConfig:
     store: str = resumable("")
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
     segment_length: int = 4096
-    """Tokens that each lane reads in a step; a multiple of the model's window_length. No gradient passes from a segment
-    to the one before: in segments of one window, nothing trains what writes recurrent states."""
+    """The number of tokens that each lane reads in a step; a multiple of the model's window_length. No gradient passes
+    from a segment to the one before: in segments of one window, the writing of recurrent states is not trained."""
     tokens_per_step: int = 131072
-    """Tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
+    """The number of tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
     num_threads: int = resumable(2)
     """The number of threads of each host that make batches in the background."""
     batches_ahead: int = resumable(4)
@@ -299,7 +299,7 @@ class ReaderConfig:
     def evaluation_reader(
         self, store: TokenStore, split: str, window_length: int
     ) -> Callable[[Documents, int], Reader] | None:
-        """(documents of a split, number of lanes) -> how an evaluation reads them; None: in order."""
+        """The function (documents of a split, number of lanes) -> the reader of an evaluation; None: reads in order."""
         if not self.used_by_evaluations:
             return None
         fields = {"window_length": window_length, "shuffle": False, "epochs": 1}

@@ -38,7 +38,7 @@ class Documents:
     num_words: Int[np.ndarray, " documents"]
     """The number of words of each document (`count_words`)."""
     read: Callable[[int, int, int], np.ndarray]
-    """(document, start, stop) -> its tokens in this range, int32."""
+    """The function (document, start, stop) -> the document's tokens in this range, int32."""
     indices: Int[np.ndarray, " documents"]
     """The index of each document in its split of the token store. Random choices depend on it."""
     sizes: tuple[int, ...] = ()

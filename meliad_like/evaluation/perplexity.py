@@ -83,11 +83,11 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
 
 
 SEGMENTS = ReadingMode(evaluation_step)
-"""Each segment at once."""
+"""The mode that reads each segment at once."""
 TOKEN_BY_TOKEN = ReadingMode(
     decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
 )
-"""One token after the other, as text is written; documents must begin at segment boundaries."""
+"""The mode that reads token by token, as text is written; documents must begin at segment boundaries."""
 
 
 class Evaluator:

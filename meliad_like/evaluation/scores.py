@@ -106,7 +106,7 @@ class Evaluation(TextScore):
 
 
 def ratio(total: float, count: int) -> float:
-    """`total` for each of `count`; NaN of none."""
+    """The ratio of `total` and `count`; NaN if `count` is 0."""
     return total / count if count else math.nan
 
 

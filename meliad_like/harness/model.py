@@ -53,7 +53,7 @@ class Question(NamedTuple):
     num_read: int = 0
     """The number of tokens, in whole blocks, that `state` has read."""
     state: State | None = None
-    """None before the first token."""
+    """The state after these tokens; None before the first one."""
 
     def num_before(self, w: int) -> int:
         """The number of tokens in whole blocks that are read before those whose predictions are scored."""

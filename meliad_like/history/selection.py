@@ -25,7 +25,7 @@ class SpanScorer:
     """A ranking of the spans that may come into a window. The defaults are those of one that runs no model."""
 
     name: str
-    """Name in tables."""
+    """The name of the ranking in tables."""
     leaks_the_future: bool
     """Whether the scores depend on the targets that the spans help to predict."""
     runs_a_model = False

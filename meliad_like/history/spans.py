@@ -42,9 +42,9 @@ class Stride(NamedTuple):
     begin: int
     """First token of the window when no span is selected."""
     first: int
-    """First target."""
+    """The position of the first target."""
     end: int
-    """One after the last target, where the window ends."""
+    """The position after the last target, where the window ends."""
     recent_start: int
     """First token of the window that spans never replace; 0 as long as the window begins with its document."""
     candidates_end: int

@@ -39,13 +39,13 @@ class Chunk(NamedTuple):
     """The inputs of a chunk: the rule that its tokens apply to the states of a head."""
 
     query: Any
-    """[t, k]"""
+    """[t, k]: the queries."""
     key: Any
-    """[t, k]"""
+    """[t, k]: the keys."""
     value: Any
-    """[t, p]"""
+    """[t, p]: the values."""
     strength: Any
-    """[t, 1]; None: values are written as they are."""
+    """[t, 1]: the writing strength; None: values are written as they are."""
     of_queries: Any
     """[t, t]: the products of queries with keys, times the decay between the two; 0 above the diagonal."""
     of_keys: Any
@@ -136,11 +136,11 @@ class Sequence(NamedTuple):
     first: Any
     """[c]: whether a document begins with each chunk."""
     key: Any
-    """[n, k]"""
+    """[n, k]: the keys."""
     until_end: Any
-    """[c, t, e]"""
+    """[c, t, e]: the decay from each token to its chunk's end."""
     decay: Any
-    """[c, t, e]"""
+    """[c, t, e]: the decay from the chunk's beginning to each token."""
 
 
 def _rows(index, t: int):
@@ -190,7 +190,7 @@ def read_kernel(options: Options, chunk: Chunk, before, update, read):
 
 
 def _times(options: Options, x, decay) -> Array:
-    """Queries or keys that are decayed, rounded."""
+    """Queries or keys times their decay, rounded."""
     return (x[...].astype(jnp.float32) * decay[...]).astype(options.dtype)
 
 

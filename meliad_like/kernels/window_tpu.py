@@ -47,11 +47,11 @@ class Projected(NamedTuple):
     """
 
     query: Any
-    """[b, n, i], with the heads side by side; so are keys and values."""
+    """The queries [b, n, i], with the heads side by side; so are keys and values."""
     key: Any
     value: Any
     before_key: Any
-    """[b, w, i]; keys of unit length."""
+    """The keys before the first block, [b, w, i], of unit length."""
     before_value: Any
 
 

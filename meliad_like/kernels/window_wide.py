@@ -24,9 +24,9 @@ class Passes(NamedTuple):
     whether the block before is visible, and what dropout keeps [h, p, r, r], where block `c` has entry `c % p`."""
 
     forward: Callable[[tuple], tuple[Array, Array]]
-    """inputs -> the outputs [b, n, i], and the logarithms of the sums of the weights [b, c, h, r / rows, rows]."""
+    """The function inputs -> outputs [b, n, i], and logarithms of the sums of the weights [b, c, h, r / rows, rows]."""
     backward: Callable[[tuple, Array, Array, Array], tuple[Any, Array, Array]]
-    """(inputs, outputs, logarithms, cotangent) -> the gradients of projections, scale and bias."""
+    """The function (inputs, outputs, logarithms, cotangent) -> the gradients of projections, scale and bias."""
     length: int
     rows: int
     mask_previous: bool

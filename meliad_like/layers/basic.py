@@ -75,7 +75,7 @@ def fold_key(key: PRNGKeyArray | None, data: int | Int[Array, ""]) -> PRNGKeyArr
 
 
 def rows(x: Float[Array, "*batch d"]) -> Float[Array, "n d"]:
-    """`x` with one leading axis.
+    """The vectors of `x` as rows, with one leading axis.
 
     Gradients of parameters are sums over tokens: only over one axis XLA makes them fast reductions on a CPU.
     """

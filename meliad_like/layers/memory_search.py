@@ -271,7 +271,7 @@ class Backup(NamedTuple):
     starts: Int[Array, "i b"]
     """The slots at which the blocks begin."""
     blocks: Memory
-    """Blocks [i, b, h, w, k]."""
+    """The copied blocks, [i, b, h, w, k]."""
 
 
 def back_up(memory: Memory, position: Int[Array, " b"], w: int, num_blocks: int) -> Backup:

@@ -110,7 +110,7 @@ class Llama3Scaling(ScalingByParts):
 
 @ROTARY_SCALINGS.register("yarn")
 class YarnScaling(ScalingByParts):
-    """YaRN (Peng et al. 2023, section 3.4).
+    """The scaling of YaRN (Peng et al. 2023, section 3.4).
 
     As in the authors' code, the share between the two limits is linear in the pair, in the paper in the turns.
     """

@@ -48,7 +48,7 @@ class SearchSettings(TypedDict, total=False):
     width: int
     length_penalty: float
     end_tokens: Collection[int] | None
-    """Default: the end of the document."""
+    """The tokens that end a hypothesis; by default the end of the document."""
     forbidden_tokens: Collection[int]
     num_best: int | None
     """The number of hypotheses that are returned, `width` by default. There can be fewer."""

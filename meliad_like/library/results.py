@@ -36,7 +36,7 @@ class State:
 
     @functools.cached_property
     def reading(self) -> Reading:
-        """This state as a batch of one."""
+        """The state as a batch of one."""
         return self.batch if len(self.batch.token) == 1 else take_reading(self.batch, [self.lane])
 
     @property

@@ -36,7 +36,7 @@ class AttentionCache(NamedTuple):
     `i % ring`."""
 
     key: Float[Array, "b g s k"]
-    """Keys, turned by their offset in their block."""
+    """The keys, rotated by their offset in their block."""
     value: Float[Array, "b g s k"]
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
@@ -262,7 +262,7 @@ class DotProductAttention(MixerConfig):
         return SpanAttention(self, shape, rngs=rngs)
 
     def flops(self, shape):
-        """Projections, and the products with all keys of the cache's blocks, as they are computed."""
+        """The operations of projections, and of products with all keys of the cache's blocks, as they are computed."""
         h, g, k = shape.num_heads, self.key_heads(shape), shape.head_size
         projections = 2 * shape.model_width * k * (h * (1 + self.gate) + 2 * g)
         return Flops.of_products(projections + 4 * self.ring(shape) * shape.window_length * h * k)

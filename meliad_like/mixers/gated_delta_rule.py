@@ -161,6 +161,6 @@ class GatedDeltaRule(DeltaRuleConfig):
         return Sizes(groups, groups * self.values_per_key, key_size, self.value_size or key_size, corrected=True)
 
     def projection_flops(self, shape):
-        """Queries and keys, values and gates, strengths and decays."""
+        """The operations of queries and keys, values and gates, strengths and decays."""
         groups, heads, key_size = self.sizes(shape)[:3]
         return 4 * shape.model_width * (groups * key_size + self.width(shape) + heads)

@@ -17,7 +17,7 @@ from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay, ConstantDe
 
 
 class LightningMixer(ConstantDecay):
-    """Lightning attention."""
+    """The module of lightning attention."""
 
     def __init__(self, config: "LightningAttention", shape: Shape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, rngs=rngs)

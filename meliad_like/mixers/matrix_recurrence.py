@@ -151,7 +151,7 @@ class MatrixConfig(MixerConfig):
         return self.sizes(shape).heads * self.sizes(shape).value_size
 
     def flops(self, shape):
-        """Projections, and the recurrence."""
+        """The operations of the projections and of the recurrence."""
         of_rule = flops_of_rule(self.chunk(shape), **self.sizes(shape)._asdict())
         return Flops.of_products(self.projection_flops(shape) + of_rule)
 

@@ -67,7 +67,7 @@ class ConstantDecay(MatrixRecurrence):
 
 
 class RetentionMixer(ConstantDecay):
-    """Retention of several scales."""
+    """The module of retention, with several scales."""
 
     def log_decay(self):
         return np.log1p(-(2.0 ** (-5 - np.arange(self.sizes.heads))))

@@ -62,7 +62,7 @@ class RecurrentBlock(Mixer):
         self.filter_bias = parameter(rngs.params(), zeros, (self.channels,), ("heads",), "bias")
         self.recurrence_gate, self.input_gate = (BlockLinear(self.channels, blocks, rngs=rngs) for _ in range(2))
         self.decay = parameter(rngs.params(), _decay_of_released_code, (self.channels,), ("heads",), "rate")
-        """lambda."""
+        """The parameter lambda of the decay."""
 
     def init_carry(self, b, dtype):
         recent = jnp.zeros((b, self.config.conv_length - 1, self.channels), dtype)
@@ -175,7 +175,7 @@ class RGLRU(MixerConfig):
         return self.channels or shape.model_width
 
     def flops(self, shape):
-        """Two projections, and two gates in blocks."""
+        """The operations of two projections, and of two gates in blocks."""
         channels = self.width(shape)
         return Flops.of_products(4 * channels * shape.model_width + 4 * channels**2 / shape.num_heads)
 

@@ -200,7 +200,7 @@ class ShortformerLayer(Layer):
         return self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0], carry
 
     def begin_decoding(self, carry):
-        """Projects the cached inputs, once for the block."""
+        """The carry with the keys and values of the cached inputs, which are projected once for the block."""
         config, m, b = self.config, self.config.cache_length, carry.position.shape[0]
         w, d, dtype = config.window_length, config.model_width, jnp.dtype(config.activation_dtype)
         key = value = jnp.zeros((b, config.num_heads, w, config.head_size), dtype)
@@ -214,7 +214,7 @@ class ShortformerLayer(Layer):
         return ShortformerCarry(carry.cache, carry.position)
 
     def end_block(self, carry):
-        """Moves the block into the cache."""
+        """The carry after the block has moved into the cache."""
         w, cache = self.config.window_length, None
         if self.config.cache_length:
             cache = jnp.concatenate([carry.cache, carry.recent], axis=1)[:, w:]

@@ -42,7 +42,7 @@ TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 
 def smoke(run: RunConfig, workdir: str | None, gin_flags: str) -> None:
-    """Tries a run.
+    """Tries a run, made small.
 
     Args:
       workdir: a new folder that keeps everything; None: one that is deleted at the end.

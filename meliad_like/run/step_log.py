@@ -123,7 +123,7 @@ def bits_shown(per_token: float, per_byte: float) -> str:
 def step_report(
     setup: StageSetup, log: StepLog, save: Callable[[int, TrainState], None], workdir: object
 ) -> Callable[[int, StepMetrics, TrainState], None]:
-    """(step, its metrics, a later state) -> logs the step: every `log_every` steps, and after the stage's last step.
+    """A function (step, its metrics, a later state) that logs every `log_every` steps, and after the stage's last step.
 
     `save` saves the state before a step that is not finite; messages name the `workdir`. The returned function raises
     a UserError if the step is not finite and the policy is to stop, after saving the state before it; if too many steps

@@ -86,7 +86,7 @@ class Kind(NamedTuple):
 
     description: str
     memory: Callable[[Carries, Any, Any], Any]
-    """(carries, undisturbed carry at the exchange, empty carry) -> the carry whose parts become the memory."""
+    """The function (carries, undisturbed carry at the exchange, empty carry) -> the carry with the new memory."""
     frozen: bool = False
     """Whether nothing is written to the memory up to the end of the segment."""
 

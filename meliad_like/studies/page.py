@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
     title: str
     """The heading on the page."""
     frame: pd.DataFrame
-    """Its columns; the index is left out."""
+    """The columns of the table; the index is left out."""
     formats: Mapping[str, str] = {}
     """Format specifications of columns on the page."""
     note: str = ""
@@ -64,7 +64,7 @@ class Study:
 
     title: str
     lead: Sequence[str]
-    """Paragraphs that come first."""
+    """The paragraphs at the beginning of the page."""
     parts: Sequence[Numbers | Chart]
     selection: Selection
     """The documents that were read."""

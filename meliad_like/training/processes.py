@@ -25,7 +25,7 @@ from meliad_like.remote import is_remote, one_line
 from meliad_like.resumable import locked
 
 HEARTBEAT_SECONDS = 30
-"""After this time without a heartbeat of a process, jax ends all others and names it in the log of process 0."""
+"""The time without a heartbeat of a process after which jax ends all others and names it in the log of process 0."""
 SHUTDOWN_SECONDS = 60
 """The time that a process waits for the others before it exits, also after an error."""
 LOCK_NAME = ".lock"

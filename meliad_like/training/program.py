@@ -37,7 +37,7 @@ class TrainingProgram(NamedTuple):
     """The shapes of the state, with their shardings on this mesh."""
     initialise: Callable[[], TrainState]
     train_step: jax.stages.Wrapped
-    """(state, batch) -> (state, metrics), jitted; the state's buffers are donated."""
+    """The jitted function (state, batch) -> (state, metrics), to which the state's buffers are donated."""
     abstract_batch: Any
     """The shapes of the batch of a step, over all hosts, with their shardings."""
 

@@ -87,12 +87,12 @@ class Objective(NamedTuple):
     """The function that a step minimises: the sum of a batch's losses, divided by a constant number."""
 
     differentiable: Callable[[Any, Any, Any, PRNGKeyArray], tuple[Array, tuple[Sums, Any, Bool[Array, " b"]]]]
-    """(params, carry, batch, dropout key) -> the sum of the losses, and a tuple of their `Sums`, the new carry, and
-    whether the losses of each lane are finite."""
+    """The function (params, carry, batch, dropout key) -> the sum of the losses, and a tuple of their `Sums`, the new
+    carry, and whether the losses of each lane are finite."""
     size: Callable[[Any], int]
     """The divisor of the sum over a whole batch."""
     init_carry: Callable[[Any, int], Any]
-    """(params, number of lanes) -> the carry of the lanes before their first batch."""
+    """The function (params, number of lanes) -> the carry of the lanes before their first batch."""
     num_tokens: Callable[[Any], int]
     """The number of tokens of each lane that a batch adds to the carry."""
 

@@ -27,9 +27,9 @@ class Texts(NamedTuple):
     """Texts for the encoder, all of the same width."""
 
     tokens: Int[np.ndarray, "m t"]
-    """int32, filled up with 0."""
+    """The tokens of each text, int32, filled up with 0."""
     length: Int[np.ndarray, " m"]
-    """int32: number of tokens of each text."""
+    """The number of tokens of each text, int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PairsReader:
     def __init__(
         self, scores: Float[np.ndarray, " n"], texts: Callable[[np.ndarray], Texts], batch_size: int, seed: int
     ):
-        """`texts`: from rows of the pairs to their texts."""
+        """`texts`: the function from rows of the pairs to their texts."""
         self.num_lanes = batch_size
         self._scores, self._texts = scores, texts
         # A batch may have rows of two epochs, and of more if there are few pairs.
