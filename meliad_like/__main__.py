@@ -37,7 +37,7 @@ def main() -> None:
         print(f"error: meliad_like has no command {name!r} (nearest: {nearest}); --help lists them", file=sys.stderr)
         sys.exit(2)
     sys.argv[1:] = words
-    # Not imported: as modules `train` and others would hide the package's functions of these names.
+    # An import of the modules `train` and others would hide the package's functions of these names.
     runpy.run_module(f"meliad_like.{name}", run_name="__main__", alter_sys=True)
 
 

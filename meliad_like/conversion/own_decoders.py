@@ -91,7 +91,7 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
         "dtype": "float32",
         "vocab_size": model.vocabulary_size,
         "eos_token_id": end_of_document,
-        # Not a limit of the model: the lm-evaluation-harness cuts longer texts, and by default after 2,048 tokens.
+        # The model has no limit, but the lm-evaluation-harness cuts longer texts, and by default after 2,048 tokens.
         "max_position_embeddings": 1_000_000,
         "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in (*SIZES, "feedforward_bias", "mask_empty_cache")},

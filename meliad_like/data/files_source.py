@@ -28,7 +28,7 @@ SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
 )  # fmt: skip
 
-# Not part of every installation (site-packages, tests), or generated tables.
+# Folders that not every installation has (site-packages, tests), and generated tables.
 STANDARD_LIBRARY_EXCLUDE = (
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "_sysconfigdata*",
 )  # fmt: skip

@@ -182,8 +182,8 @@ class DecoderConfig(StackConfig):
         return mixers, networks[0] if networks else None
 
     def determined(self, other: "DecoderConfig") -> list[str]:
-        """The names of the fields in which another decoder differs, besides those of `HOW_IT_READS` and those that may
-        change when a run resumes."""
+        """The names of the fields in which another decoder differs, other than those of `HOW_IT_READS` and those that
+        may change when a run resumes."""
         ours, theirs = dict(bound_values(self)), dict(bound_values(other))
         free = {f"{type(self).__name__}.{field.name}" for field in dataclasses.fields(self) if may_change(field, 0, 0)}
         names = [name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in free]
