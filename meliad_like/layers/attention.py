@@ -104,7 +104,7 @@ def weigh(
 
     The largest weight is 1 before dropout, so that the sum is at least 1; a query whose keys are all masked has weights
     and a sum of 0. The caller divides by the sum (`average`) after the product with the values, which is a smaller
-    array. All computations are float32; only the weights are rounded to `dtype`, that of the values.
+    array. All computations are float32; only the weights are rounded to `dtype`, the dtype of the values.
     """
     weights, total = _exponential(scores - checkpoint_name(_largest(scores), SOFTMAX), dtype)
     if multiplier is not None:
@@ -205,7 +205,7 @@ def attend_window(
     Args:
         query: queries of unit length times the attention scale, by block.
         key, value: keys of unit length, and values, of the block itself.
-        previous_key, previous_value: those of the block before it.
+        previous_key, previous_value: the keys and values of the block before it.
         bias: scaled bias at the distances 1 to w.
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.

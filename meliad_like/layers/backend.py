@@ -6,7 +6,7 @@ Results are the same but for rounding. A choice is made while a program is trace
 import jax
 
 MOST_UNROLLED = 8
-"""The largest number of blocks over which a TPU's program unrolls a scan: those of the paper's segments."""
+"""The largest number of blocks over which a TPU's program unrolls a scan: the number in the paper's segments."""
 
 
 def platform() -> str:

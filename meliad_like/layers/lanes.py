@@ -23,7 +23,7 @@ def join_lanes(carries: Sequence[Any]) -> Any:
 
 
 def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
-    """The lanes of the carry `flagged` where their flag is true, and those of the carry `unflagged` elsewhere."""
+    """A carry with the lanes of `flagged` where their flag is true, and the lanes of `unflagged` elsewhere."""
 
     def choose(flagged: Array, unflagged: Array) -> Array:
         if flagged is unflagged:

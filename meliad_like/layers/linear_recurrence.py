@@ -352,7 +352,7 @@ def convolve(
 ) -> Float[Array, "b n channels"]:
     """A causal convolution of every channel, which sees no token of another document; sums and result are float32.
 
-    `recent` are the inputs of the tokens before, one fewer than filters; the last filter is that of the token itself.
+    `recent` are the inputs of the tokens before, one fewer than filters; the last filter is for the token itself.
     """
     n, length = inputs.shape[1], len(filters)
     padded = jnp.concatenate([recent.astype(inputs.dtype), inputs], axis=1)

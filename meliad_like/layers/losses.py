@@ -60,8 +60,8 @@ def token_losses(
 
 @jax.custom_vjp
 def logits_of_targets(logits: Float[Array, "b n v"], targets: Int[Array, "b n"]) -> Float[Array, "b n"]:
-    """The logit of each target. Its gradient is a comparison with all tokens, which XLA computes together with that of
-    the softmax, instead of a scatter. Only the shape of the logits is needed for it."""
+    """The logit of each target. Its gradient is a comparison with all tokens, which XLA computes together with the
+    softmax's gradient, instead of a scatter. Only the shape of the logits is needed for it."""
     return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 

@@ -304,7 +304,7 @@ def memory_or_backup(taken: Bool[Array, ""], memory: Memory, backup: Backup) -> 
 
 def remember_block(memory: Memory, block: Memory, position: Int[Array, " b"], keep: Bool[Array, " b"]) -> Memory:
     """Overwrites the oldest memories with the keys and values [b, h, w, k] of a block, whose length divides m.
-    `position` is that of the block's first token in its document, and `keep` tells the lanes in which to write."""
+    `position` is the position of the block's first token in its document, and `keep` the lanes in which to write."""
     start = position % memory.key.shape[2]
 
     @jax.vmap

@@ -58,8 +58,8 @@ class LinearScaling(FactorScaling):
 class DynamicScaling(FactorScaling):
     """A larger base in windows of more than `max_positions` tokens (Peng et al. 2023, YaRN, section 3.3).
 
-    The base follows from the length of the window. Transformers computes it from that of the sequence so far, and so
-    gives other logits to sequences that don't fill a window of more than `max_positions` tokens.
+    The base follows from the length of the window. Transformers computes it from the length of the sequence so far:
+    so it gives other logits to sequences that don't fill a window of more than `max_positions` tokens.
     """
 
     extends_windows: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class ScalingByParts(FactorScaling):
     """The number of tokens in a window before the extension."""
 
     def share_kept(self, head_size: int, base: float) -> Float[np.ndarray, " half"]:
-        """The weight of the unscaled frequency of each pair; the rest is that of the scaled one."""
+        """The weight of the unscaled frequency of each pair; the scaled frequency has the rest."""
         raise NotImplementedError
 
     def wavelengths(self, head_size, base, longer):
@@ -179,7 +179,7 @@ class RotaryTable:
 
 
 def turned(x: Float[Array, "*batch k"], turns: Turns) -> Float[Array, "*batch k"]:
-    """The vectors of heads, turned; channels behind those of the turns stay as they are."""
+    """The vectors of heads, rotated by their turns; channels that have no turns stay as they are."""
     half = turns.cosine.shape[-1]
     first, second, rest = (y.astype(jnp.float32) for y in jnp.split(x, [half, 2 * half], axis=-1))
     parts = first * turns.cosine - second * turns.sine, second * turns.cosine + first * turns.sine, rest

@@ -110,7 +110,7 @@ class Mixer(nnx.Module):
     """Whether decoding has to call `end_block`."""
 
     def init_carry(self, b: int, dtype: Any) -> Carry:
-        """The carry of `b` lanes before their first token; `dtype` is that of the activations."""
+        """The carry of `b` lanes before their first token; `dtype` is the dtype of the activations."""
         raise NotImplementedError
 
     def carry_axes(self, carry: Carry) -> Any:

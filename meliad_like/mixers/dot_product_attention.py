@@ -7,7 +7,7 @@ blocks as the span reaches into.
 
 A key is cached with the rotation of its offset in its block, and queries get the rotation of the distance between
 blocks: so angles never grow with the document, and no cached key is ever rotated again. In shapes `g` is the number of
-heads of keys, `j` that of heads of queries that share one, and `ring` the number of blocks in the cache.
+heads of keys, `j` the number of heads of queries that share one, and `ring` the number of blocks in the cache.
 """
 
 from typing import Literal, NamedTuple
@@ -107,7 +107,7 @@ class SpanAttention(Mixer):
             jnp.concatenate([_blocks(cached, ring, before), new.astype(cached.dtype)], axis=2)
             for cached, new in ((carry.key, key), (carry.value, value))
         )
-        # The ring's blocks after the segment: those of the last ones that are in each.
+        # The ring's blocks after the segment: each holds the last block of the document that belongs there.
         last = ring + c - 2 - (read[:, None] // w - 1 - np.arange(ring)) % ring
         kept_keys, kept_values = (rearrange(_take(y, last), "b g r w k -> b g (r w) k") for y in (keys, values))
         if self.table is not None:
@@ -123,7 +123,7 @@ class SpanAttention(Mixer):
             near_keys, near_values, mask = near_keys.astype(x.dtype), near_values.astype(x.dtype), self._seen(position)
             return attend(query, near_keys, near_values, mask=mask, multiplier=multiplier)
 
-        # The weights of a block are computed again in the backward pass, so that memory is that of one block.
+        # The weights of a block are computed again in the backward pass, which holds one block in memory at a time.
         read_block = jax.checkpoint(attend_block, prevent_cse=c == 1)
         if c == 1:
             mixed = read_block(0, query[0], positions[:, 0], dropout_key)[None]
@@ -153,7 +153,7 @@ class SpanAttention(Mixer):
         query, key, value, gate = self._project(x[:, None])
         position, lanes = carry.position, jnp.arange(x.shape[0])
         block, offset = position // w, position % w
-        # The number of blocks from each of the ring's blocks to that of the token.
+        # The number of blocks from each of the ring's blocks to the token's block.
         distance = (block[:, None] - np.arange(ring)) % ring
         query = jnp.broadcast_to(query, (*query.shape[:2], ring, query.shape[3]))
         if self.table is not None:
@@ -255,7 +255,7 @@ class DotProductAttention(MixerConfig):
         return RotaryTable(turning, self.rotary_base, self.rotary_scaling) if turning else None
 
     def ring(self, shape: Shape) -> int:
-        """The number of blocks in the cache: that of the token, and those that the rest of the span reaches into."""
+        """The number of blocks in the cache: the token's block, and those that the rest of the span reaches into."""
         return -(-(self.span - 1) // shape.window_length) + 1
 
     def build(self, shape, *, rngs):

@@ -104,7 +104,7 @@ class MemoryAttention(Mixer):
     def _mix(
         self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]
     ) -> Float[Array, "*batch h t k"]:
-        """Mixes the results of attention to the window with those of attention to the memories."""
+        """Mixes the results of the attention to the window and of the attention to the memories."""
         share = jax.nn.sigmoid(self.gate[...])[:, None, None]
         # In float32, because the gate's gradient is a sum over all tokens and channels of a head.
         mixed = (1 - share) * window.astype(jnp.float32) + share * read.astype(jnp.float32)

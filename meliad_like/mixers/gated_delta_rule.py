@@ -10,9 +10,9 @@ values pass a short convolution along the document and a SiLU, and queries and k
 head pass an RMS norm and a gate (section 3.3). Segments are read in chunks (`layers/linear_recurrence.py`). The states
 start at zero with every document. Several heads of values may share a query and a key, as in Qwen3-Next.
 
-The factor 1 / sqrt(k) is that of the released code and of Qwen3-Next. The norm would remove it, but for its epsilon. In
-shapes `p` is the size of a value, `g` the number of heads of queries and keys, `h` that of heads of values, and `taps`
-the length of the convolution.
+The factor 1 / sqrt(k) is as in the released code and in Qwen3-Next. The norm would remove it, but for its epsilon. In
+shapes `p` is the size of a value, `g` the number of heads of queries and keys, `h` the number of heads of values, and
+`taps` the length of the convolution.
 """
 
 import dataclasses
@@ -146,7 +146,7 @@ class GatedDeltaRule(DeltaRuleConfig):
     values_per_key: int = size(1, "fixed")
     """The number of heads of values that share a query and a key."""
     value_size: int = size(0, "heads")
-    """The size of a value; 0: that of a key."""
+    """The size of a value; 0: the size of a key."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -30,12 +30,12 @@ MOST_TIMES = 2
 """The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
 places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
 ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
-"""The error that is always allowed, relative to the array: in float32 that of sums in another order; otherwise the
+"""The error that is always allowed, relative to the array: in float32 the error of sums in another order; otherwise the
 distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
 def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
-    """The kernel, if it passes the check, otherwise `none`. None: that of the program's platform for these sizes.
+    """The kernel, if it passes the check, otherwise `none`. None: the platform's kernel for these sizes.
 
     One line on stderr says what was found. All processes must call it, and get the same result.
     """

@@ -2,7 +2,7 @@
 
 The head j of h, counted from 0, has gamma = exp(-2^(-8 (j+1) / h)). Queries, keys and values pass a SiLU, without
 positions; one RMS norm of all heads and a sigmoid gate follow. MiniMax-01 also lowers the rates from layer to layer;
-here all layers have those of its first one.
+here all layers have the rates of its first one.
 """
 
 import jax

@@ -95,8 +95,8 @@ def _uniform(bound: float):
 
 @MIXERS.register("mamba2")
 class Mamba2(ConvolvedMatrixConfig):
-    """Layers with the states of Mamba-2. Its heads are its own: `DecoderConfig.num_heads` and `head_size` are those of
-    attention."""
+    """Layers with the states of Mamba-2. It has its own numbers and sizes of heads: `DecoderConfig.num_heads` and
+    `head_size` are for attention."""
 
     expand: int = size(2, "fixed")
     """The width of all heads over the model's width, unless `num_heads` is given."""

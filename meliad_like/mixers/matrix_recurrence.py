@@ -63,7 +63,7 @@ class MatrixRecurrence(Mixer):
         self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
     def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
-        """The inputs of the convolution, or without one those of the rule, and the other projections."""
+        """The inputs of the convolution, or without one the inputs of the rule, and the other projections."""
         raise NotImplementedError
 
     def convolution(self) -> Float[Array, "taps channels"] | None:

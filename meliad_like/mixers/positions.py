@@ -2,7 +2,7 @@
 
 A strategy sees distances or places within a tile of `2w` keys, never positions in a document, which may therefore be of
 any length. Each is a config under a registered name (`DecoderConfig.position`) and the module that it builds.
-Biases other than T5's are those of the reference's newer code (google-research/meliad, `position*.py`).
+Biases other than T5's are from the reference's newer code (google-research/meliad, `position*.py`).
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class InfusedPosition(Position):
     """Sinusoids of the places are added to the inputs of the query and key projections (Shortformer, section 5.1).
 
     A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
-    linear, that of the sinusoids is added to that of the tokens, before both get unit length; so keys are kept without.
+    linear, projected sinusoids are added to projected tokens, before both get unit length; so keys are cached without.
     """
 
     changes_keys = True

@@ -274,7 +274,7 @@ class StateRecurrence(Mixer):
         return states, self.cell.heads(states) if self.cell.kernel is None else self.cell.projected(states)
 
     def _blocks(self, tile: Tile) -> tuple:
-        """The keys and values that states attend to: those of the block before, and of the block, [c, b, ...]."""
+        """The keys and values that states attend to, of the block before each block and of the block, [c, b, ...]."""
         if self.cell.kernel is not None:
             return self.window.heads.projected_keys(tile)
         tokens, c = (tile.before, tile.block), tile.positions.shape[1]
@@ -405,7 +405,7 @@ class FeedbackReader(Mixer):
 
 @MIXERS.register("state_reader")
 class StateReader(MixerConfig):
-    """Block feedback (appendix E): layers without states read those of the layers with `RecurrentStates`."""
+    """Block feedback (appendix E): layers without states read the states of the layers with `RecurrentStates`."""
 
     which: Literal["last", "all"] = "last"
     """The recurrent layers whose states are read: the last one, or all."""

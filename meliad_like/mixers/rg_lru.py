@@ -139,7 +139,7 @@ def _bounded_sqrt_jvp(primals, tangents):
 
 
 def _compose(first, second):
-    """Composes two maps h -> a h + b: that of earlier tokens, and then that of later ones."""
+    """Composes two maps h -> a h + b: the map of earlier tokens, and then the map of later ones."""
     (a, b), (later_a, later_b) = first, second
     return a * later_a, later_a * b + later_b
 

@@ -87,7 +87,7 @@ class StackConfig(ModelConfig):
         return "DecoderConfig.clear_states=True" if self.clear_states else None
 
     def shape_with(self, **derived: Any) -> Shape:
-        """The sizes of the decoder, with values of the fields of `Shape` that are not those of the config."""
+        """The sizes of the decoder, with values for fields of `Shape` that the config does not have."""
         same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
         return Shape(**derived, **{name: getattr(self, name) for name in same})
 
@@ -109,7 +109,7 @@ class DecoderConfig(StackConfig):
     feedforwards: tuple[FeedForwardConfig, ...] = kind_field(FEEDFORWARDS, tuple, named_in="pattern")
     """The feed-forward networks that `pattern` names, in the same way."""
     doubled_inputs: tuple[int, ...] = size((), "layer_indices")
-    """The layers whose input is added to their output once more, as to that of google-research/meliad's dense memory;
+    """The layers whose input is added to their output once more, as in google-research/meliad's dense memory;
     negative numbers count from the end."""
     norms_after: tuple[int, ...] = size((), "layer_indices")
     """The layers whose norms come after the mixers and after the feed-forward network, and not before them (OLMo)."""
@@ -119,7 +119,7 @@ class DecoderConfig(StackConfig):
     the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
     recurrence_kernel: Literal["auto", "none", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute recurrences whose state is a matrix (`mixers/matrix_recurrence.py`): none, those
-    compiled for NVIDIA GPUs, or these interpreted. `auto`: those of the platform that pass a check, otherwise none."""
+    compiled for NVIDIA GPUs, or these interpreted. `auto`: the platform's if they pass a check, otherwise none."""
     published: str = resumable("")
     """The config.json of the published model that the decoder was opened from, with which it can be written again
     (`conversion/published`); "": none. It does not determine how the decoder computes."""
@@ -335,7 +335,7 @@ class DecoderLayer(Layer):
         return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.step(x, at, carry))
 
     def _read(self, x, carry, dropout_key, read):
-        """The layer's output, and the carry; `read(mixer, x, carry, key)` returns those of a mixer."""
+        """The layer's output, and the carry; `read(mixer, x, carry, key)` returns a mixer's results and carry."""
         y, keys = x, split_key(dropout_key, 2 + len(self.names))
         if self.names:
             inputs = x if self.norms_after else self._normed(x, keys[0])

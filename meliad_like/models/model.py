@@ -189,7 +189,7 @@ class DecoderCarry(NamedTuple):
     layers: list[Any]
     """The carry of each layer."""
     window: Any = None
-    """The carry of a family in addition to that of its layers, from token to token or from block to block."""
+    """The carry of a family in addition to its layers' carries, from token to token or from block to block."""
 
 
 def block_positions(

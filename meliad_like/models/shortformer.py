@@ -62,7 +62,7 @@ class ShortformerConfig(ModelConfig):
     cutoffs: tuple[int, ...] = (20_000, 60_000)
     """First ids of the vocabulary's narrower bands (`AdaptiveVocabulary`); (): one table, shared with the softmax."""
     band_factor: int = size(4, "fixed")
-    """The ratio of the widths of a band's vectors and those of the next band."""
+    """The ratio of the width of a band's vectors to the width of the next band's."""
     dropout_rate: float = 0.3
     """Dropout of the embeddings, and of the outputs of attention and feed-forward networks."""
     attention_dropout_rate: float = 0.1

@@ -61,7 +61,7 @@ class MelodiConfig(StackConfig):
         return index == self.total_layers - 1
 
     def split_window(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch _ d"], ...]:
-        """The vectors of a window's tokens, and those of its summary tokens."""
+        """The vectors of a window's tokens, and the vectors of its summary tokens."""
         return x[..., : self.window_length, :], x[..., self.window_length :, :]
 
     def flops(self, vocabulary_size):

@@ -127,7 +127,7 @@ def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Flo
 class MelodiLayer(Layer):
     """A layer that reads one window after the other, because its memories are made of its output.
 
-    Its input and output have `w + u` vectors for every window: those of the tokens, and those of the summary tokens.
+    Its input and output have `w + u` vectors for every window, of its tokens and of its summary tokens.
     """
 
     acts_at_blocks = True
@@ -220,7 +220,7 @@ class MelodiLayer(Layer):
         return self.feedforward(x + self.output(merge_heads(result)), dropout_key)
 
     def _memory_heads(self, memory: Float[Array, "b s d"], dropout_key) -> tuple[Float[Array, "b h s k"], ...]:
-        """Keys and values of a memory; those of zeros are zeros."""
+        """Keys and values of a memory; vectors of zeros have keys and values of zeros."""
         return self.heads.of(self._normed(memory, dropout_key))[:2]
 
     def _bias(self) -> Float[Array, "h rows columns"]:

@@ -160,7 +160,7 @@ class PretrainedConfig(ModelConfig):
 
     @property
     def stride(self) -> int:
-        """Tokens from the beginning of a window to that of the next."""
+        """The number of tokens from the beginning of a window to the beginning of the next one."""
         return self.window_length - self.overlap
 
     def flops(self, vocabulary_size: int) -> Flops:

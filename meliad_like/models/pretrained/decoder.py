@@ -313,7 +313,7 @@ class RecurrentDecoder(PretrainedDecoder):
     """A pretrained decoder with a recurrence: every window leaves vectors, to which the next window attends.
 
     With a recurrence all of a window, its losses included, is computed again in the backward pass, and only the vectors
-    that pass between windows are kept (section 3.2): memory is that of one window.
+    that pass between windows are kept (section 3.2), so that one window is in memory at a time.
     """
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):

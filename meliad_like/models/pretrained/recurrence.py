@@ -28,7 +28,7 @@ zeros = jax.nn.initializers.zeros
 
 @RECURRENCES.register("window_summary")
 class WindowSummary:
-    """The recurrence, by default that of the paper where it states its settings."""
+    """The recurrence, by default with the settings that the paper states."""
 
     layers: tuple[int, ...] = size((1,), "layer_indices")
     """The layers, counted from 0, or from the end below 0, whose attention receives the vectors."""
@@ -39,7 +39,7 @@ class WindowSummary:
     pooling: Literal["mean", "sum", "max", "attention"] = "mean"
     """The function by which the hidden vectors of a window become one: `attention` has one learned key."""
     pooled_layers: Literal["blocks", "final_norm"] = "blocks"
-    """The output of the last layer that is pooled: that of its `blocks`, or after the model's `final_norm`."""
+    """The output of the last layer that is pooled: before (`blocks`) or after the model's `final_norm`."""
     normalise_pooled: bool = False
     """Whether each token's output of each layer is divided by its root mean square before it is weighed. Pretrained
     decoders have first tokens with outputs a hundred times those of others, and last layers with ten times those of
