@@ -149,7 +149,7 @@ class _Builder:
                     found = of_choice.setdefault(owner, _Unbuilt(choice, [], set()))
                     found.kinds.append(name)
                     found.fields.update(base.__dataclass_fields__)
-            # The choice of a part counts before that of the whole.
+            # The choice of a part counts before the choice of the whole.
             unbuilt |= of_choice
         return unbuilt
 

@@ -77,7 +77,7 @@ def _existing(name: str) -> epath.Path | None:
 
 
 def read_table(name: str) -> dict[str, Row]:
-    """The rows of a table by their names; `name` is that of its file without `.csv`."""
+    """The rows of a table by their names; `name` is the name of its file without `.csv`."""
     if not (path := _existing(f"{name}.csv")):
         raise UserError(f"no table {name}.csv")
     with reading(path, "text in UTF-8", UnicodeDecodeError):

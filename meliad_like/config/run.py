@@ -33,8 +33,8 @@ class TrainingConfig:
     """The random seed of the initial parameters, the order of the documents and the dropout; below 2**32."""
     gradient_accumulation: int = 1
     """The number of parts into which the lanes of a step are divided; they are computed one after the other, to save
-    memory. The gradient is that of all of them together, whatever their numbers of tokens. Where a model draws its
-    dropout lane by lane, all parts have the same masks."""
+    memory. The gradient is the same as of all of them at once, whatever their numbers of tokens. Where a model draws
+    its dropout lane by lane, all parts have the same masks."""
     loss_slice: int = resumable(1024)
     """The number of tokens of a lane whose logits exist at the same time."""
     z_loss: float = 0.0

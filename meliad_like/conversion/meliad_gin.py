@@ -137,7 +137,7 @@ def _rule(key: str, value: Any) -> str | None:
 
 
 def _in_use(theirs: dict[str, Any]) -> dict[str, Any]:
-    """The bindings without those of classes that are only used where a value refers to them, and no value does."""
+    """The bindings, without classes that are only used where a value refers to them, and no value does."""
 
     def is_used(name: str, values: Sequence[Any]) -> bool:
         scope, _, owner = name.rpartition("/")

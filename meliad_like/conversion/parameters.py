@@ -126,7 +126,7 @@ def to_tensors(places: Places, params: Any) -> dict[str, np.ndarray]:
 def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabulary:
     """The vocabulary of a config, which must have the number of tokens of `owner`, because tokens keep their ids.
 
-    One that would have to be trained is that of the config's token store.
+    One that would have to be trained is taken from the config's token store.
     """
     if not run.vocabulary.trained:
         vocabulary = run.vocabulary.make()

@@ -52,7 +52,7 @@ class Model:
         return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
 
     def read(self, tokens: np.ndarray, state: State | None = None) -> tuple[np.ndarray, State]:
-        """Reads tokens that begin documents or continue those of `state`: segments, then blocks, then one by one.
+        """Reads tokens that begin documents or continue the documents of `state`: segments, blocks, then one by one.
         Returns the log-probability of each token, [b, n], NaN for a document's first, and the state after them."""
         rows, window = np.atleast_2d(self._checked(tokens)), self.facts["window_length"]
         if state is None:

@@ -42,7 +42,7 @@ class FilesSourceConfig(SourceConfig):
     """The fields of sources whose documents are made of files."""
 
     suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): those of the kind of source."""
+    """Suffixes of the files to read; (): the usual suffixes of the kind of source."""
     exclude: tuple[str, ...] = ()
     """Patterns (`*.min.js`, `vendor`) of names of files and folders to leave out."""
 

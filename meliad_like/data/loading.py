@@ -52,7 +52,7 @@ def load_batches(
 ) -> BatchIterator:
     """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
-    The last three arguments are as in `ReaderConfig`; `sharding` is that of the lanes (`mesh.lane_sharding`).
+    The last three arguments are as in `ReaderConfig`; `sharding` is the sharding of the lanes (`mesh.lane_sharding`).
     """
     lanes = local_lanes(sharding, reader.num_lanes).tolist()
 

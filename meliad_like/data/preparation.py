@@ -55,7 +55,7 @@ PARTS_NAME, PART_NAME, VOCABULARY_NAME = "parts.json", "part.json", "vocabulary"
 
 @dataclass(frozen=True)
 class Written:
-    """The results of writing all documents, or those of a part."""
+    """The results of writing all documents, or a part of them."""
 
     splits: dict[str, Totals]
     skipped: list[str]
@@ -89,7 +89,7 @@ def prepare(
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
         if (store := _existing(folder, source, vocabulary)) is not None:
-            # Documents without a folder to look at, such as those of another Python, differ in their contents alone.
+            # Documents without a folder to look at, such as another Python's, differ in their contents alone.
             if files_fingerprint(opened) != store.info.files:
                 contents = source_fingerprint(source, opened)
                 way_out = "delete the token store, or choose another --store"

@@ -256,7 +256,7 @@ class ReaderConfig:
         return dataclasses.replace(self, store=folders[0])
 
     def open_stores(self) -> list[TokenStore]:
-        """Opens all token stores that it reads; the first is that of the run's documents.
+        """Opens all token stores that it reads; the first has the run's documents.
 
         Raises a UserError if one can't be opened, or if they don't go together.
         """
@@ -274,7 +274,7 @@ class ReaderConfig:
             )
 
     def training_overlap(self, overlap: int) -> int:
-        """Tokens that windows repeat in training, where those of the model's evaluations repeat `overlap`."""
+        """The number of tokens that windows repeat in training, where they repeat `overlap` in evaluations."""
         return overlap
 
     def make(self, store: TokenStore, split: str, overlap: int = 0, **fields: Any) -> Reader:

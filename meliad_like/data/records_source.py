@@ -82,7 +82,7 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
     """The fields of sources of files with many records; the folder may also be one such file."""
 
     suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): those of the kind of source."""
+    """Suffixes of the files to read; (): the suffixes of the kind of source (`usual_suffixes`)."""
     exclude: tuple[str, ...] = ()
     """Patterns of names of files and folders to leave out."""
 
@@ -224,7 +224,7 @@ def _with_bytes(rows: Any) -> Any:
 @SOURCES.register("tfds")
 @dataclass(frozen=True)
 class TfdsSource(RecordsSourceConfig):
-    """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or that of one version."""
+    """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or one version's folder."""
 
     dataset: str = "pg19"
     """Name of the dataset, if `folder` holds several."""

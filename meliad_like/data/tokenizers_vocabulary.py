@@ -66,7 +66,7 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 class TokenizersVocabulary(Vocabulary):
     """A byte-level BPE. Text that looks like a control token is encoded as ordinary text.
 
-    A text's tokens are those of the text alone, and always the same: what a file says of dropout, truncation, padding,
+    A text's tokens depend on the text alone, and are always the same: what a file says of dropout, truncation, padding,
     a space before each text and tokens around it is switched off.
     """
 

@@ -53,9 +53,9 @@ class ReadingMode:
     """`step(model, loss_slice, params, carry, batch)` reads a segment of every lane. Returns the carry after it, and
     its losses. `loss_slice` is the number of tokens of a lane whose logits exist at the same time."""
     init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
-    """`init_carry(module, b)`, with `model.bind(params)`, is the carry of `b` lanes at first."""
+    """`init_carry(module, b)`, with `model.bind(params)`, returns the carry of `b` lanes before their first token."""
     carry_axes: Callable[[Model, Any], Any] = Model.carry_axes
-    """`carry_axes(model, carry)` is the logical axes of the carry's arrays, as those of `Model.carry_axes`."""
+    """`carry_axes(model, carry)` returns the logical axes of the carry's arrays, as `Model.carry_axes` does."""
     repeats_windows: bool = True
     """Whether segments have the tokens that overlapping windows repeat."""
 

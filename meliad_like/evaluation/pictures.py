@@ -53,7 +53,7 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
 
 def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path) -> None:
     """Draws the curves, and the levels as horizontal lines, and writes the image file in the format of its suffix. A
-    curve of many points also gets a bold line of averages. `label` is that of the vertical axis."""
+    curve of many points also gets a bold line of averages. `label` is the label of the vertical axis."""
     # pyplot would need a display.
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     formats = figure.canvas.get_supported_filetypes()

@@ -52,7 +52,7 @@ class HistoryExperiment(Settings):
 
     scored_tokens: int | None = None
     document_tokens: int | None = None
-    """The limits of the same names in `HistoryScale`; None: those of the scale."""
+    """The largest number of tokens that are read of a document, when scored or evaluated; None: the scale's limits."""
 
     @property
     def scale(self) -> HistoryScale:

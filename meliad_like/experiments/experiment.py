@@ -61,7 +61,7 @@ class Experiment(Settings):
         return with_changes(run, changes)
 
     def trained_run(self, row: Row, seed: int) -> RunConfig:
-        """The config with which a row is trained: its own, but for rows whose training is that of another row."""
+        """The config with which a row is trained: its own, except for rows that share the training of another row."""
         return self.run(self.table.row(row.run_name), seed)
 
     def job(self, row: Row, seed: int) -> Job:

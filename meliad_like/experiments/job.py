@@ -32,7 +32,7 @@ class Job(NamedTuple):
     row: Row
     seed: int
     trained: RunConfig
-    """The config of the training, which may be that of another row."""
+    """The config of the training, which may belong to another row."""
     evaluated: RunConfig
     settings: Settings
     max_tokens: int | None

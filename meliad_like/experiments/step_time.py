@@ -90,7 +90,7 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
 
 
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
-    """The median over rounds of the ratio of a step's time to that of the baseline in the same round."""
+    """The median over rounds of the ratio of a step's time to the baseline's in the same round."""
     return float(np.median(np.array(rows[name]["seconds"]) / np.array(rows[baseline]["seconds"])))
 
 

@@ -29,7 +29,7 @@ class BeamConfig:
     end_tokens: Collection[int] = ()
     """A hypothesis ends with the first of these tokens."""
     forbidden_tokens: Collection[int] = ()
-    """Tokens that no hypothesis contains. The probabilities of the other tokens are those of the model, unchanged."""
+    """Tokens that no hypothesis contains. The probabilities of the other tokens stay as the model gives them."""
 
     def __post_init__(self):
         if self.width < 1:

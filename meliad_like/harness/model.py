@@ -197,7 +197,7 @@ class HarnessModel(TemplateLM):
     def _read(self, question: Question, stop: int) -> State:
         """The state after the tokens of a question up to `stop`, whole blocks."""
         reading = self.lm.read(question.tokens[question.num_read : stop + 1], question.state).reading
-        # The last of these tokens, which the model has not read yet, is that of one question alone.
+        # The last of these tokens, which the model has not read yet, belongs to one question alone.
         return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
 
     def _shape(self, num_inputs: int, begins: bool) -> Shape:

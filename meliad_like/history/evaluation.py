@@ -1,7 +1,7 @@
 """Documents predicted with and without selected spans, in the same pass; figures with intervals, tables and JSON.
 
 Ancient History Language Models, section 3: every window predicts `stride` targets, for which spans are selected once.
-The context is that of the document alone. The plain window and every selection predict the same targets.
+The context is from the document alone. The plain window and every selection predict the same targets.
 """
 
 import dataclasses

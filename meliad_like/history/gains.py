@@ -79,7 +79,7 @@ class TargetLosses:
 def _losses(
     model: Model, num_targets: int, loss_slice: int, params: Any, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> Float[Array, "b targets"]:
-    """Losses of each window's last tokens; those of a short window's missing tokens are meaningless."""
+    """Losses of each window's last tokens; the losses of a short window's missing tokens are meaningless."""
     module = model.bind(params)
     b, n = tokens.shape
     start = jnp.zeros((b, n // model.config.window_length), bool).at[:, 0].set(True)

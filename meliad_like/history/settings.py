@@ -70,7 +70,7 @@ class HistoryConfig:
 
     @property
     def prefix_length(self) -> int:
-        """Tokens of the necessary prefix: those of the recent text before the targets."""
+        """The number of tokens of the necessary prefix: the recent text before the targets."""
         return self.recent_length - self.stride
 
 

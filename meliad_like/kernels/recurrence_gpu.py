@@ -5,7 +5,7 @@ program takes some channels of a head's state through the segment and keeps it o
 for all chunks at once, before and after, and no product with the inverse or with a state is made twice (Yang et al.
 2024, section 3.3). The backward pass reads the states before each chunk, the updates and the inverses, and takes the
 gradient of the state through the segment in the same way, from last to first. Products of the tokens of a chunk with
-each other and their decay are those of `decayed_products`, which also derives their gradients; with a decay for each
+each other and their decay are computed by `decayed_products`, which also derives their gradients; with a decay for each
 channel they have kernels of their own (`kernels/recurrence_gpu_channels.py`).
 
 Every sum has one order, so results are always the same.
@@ -70,7 +70,7 @@ def read_chunks_in_kernel(
     """Computes `read_chunks`, also under a mesh, where each device computes its lanes and heads.
 
     Args:
-        dtype: the type to which queries, keys, values and states are rounded for products, that of the activations;
+        dtype: the activations' type, to which queries, keys, values and states are rounded for products;
             sums, decays and the inverses are float32.
         interpret: whether the kernels are interpreted, on any platform, instead of compiled for a GPU.
         values, slice, warps, stages: see `Options`.

@@ -29,7 +29,7 @@ class Options(NamedTuple):
     slice: int
     """The largest number of channels of a value that the other programs compute at once."""
     warps: tuple[int, int]
-    """The number of warps of the programs that go through a segment, and of those of one chunk."""
+    """The number of warps of the programs that go through a segment, and of the programs of one chunk."""
     stages: tuple[int, int]
     """The number of stages of their loops."""
     interpret: bool

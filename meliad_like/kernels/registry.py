@@ -18,7 +18,7 @@ class Kernel(NamedTuple):
     """The kernels of a platform, and where they run."""
 
     attend: Callable[..., Array]
-    """Attention to the window; the arguments are those of `window_tpu.attend_window_in_kernel`."""
+    """Attention to the window, with the arguments of `window_tpu.attend_window_in_kernel`."""
     attend_states: Callable[..., Array] | None
     """Attention of and to states, as `states_tpu.attend_unit_in_kernel`; None: without a kernel."""
     memory: Operations | None

@@ -1,5 +1,5 @@
 """Pallas kernels for NVIDIA GPUs (Triton) that compute `attend_window` (`layers/attention.py`) and write no scores to
-memory. Their contract is that of the TPU's kernel (`kernels/window_tpu.py`).
+memory. They have the contract of the TPU's kernel (`kernels/window_tpu.py`).
 
 They read queries, keys and values as the projections write them, with the heads side by side. The unit length of keys
 is a factor of the columns of the scores, so no keys of unit length are written either.

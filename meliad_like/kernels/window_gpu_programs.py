@@ -113,7 +113,7 @@ def forward_kernel(options: Options, shared: Shared, queries: Queries, keys: Key
         next_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights = _exponential(options, scores, next_highest[:, None])
         correction = _exponential(options, highest, next_highest)
-        # The sum is that of weights before they are rounded and some of them dropped.
+        # The weights are summed before they are rounded and some of them are dropped.
         mixed = mixed * correction[:, None] + matrix_product(_dropped(weights.astype(dtype), tile.kept), tile.value)
         return mixed, next_highest, total * correction + jnp.sum(weights, axis=1)
 

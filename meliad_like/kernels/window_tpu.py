@@ -64,7 +64,7 @@ class Options(NamedTuple):
     """Whether a block before that is not valid is masked; otherwise it has keys and values of 0."""
     dropout_rate: float
     unit_keys: bool
-    """Whether the keys have unit length, and not only those of the first block before."""
+    """Whether all keys have unit length, instead of only the keys before the first block."""
     interpret: bool | pltpu.InterpretParams
 
 
@@ -339,7 +339,7 @@ def scaled_unit(query: Array, scale: Array) -> Array:
 
 
 def before_unit(x: Array, gradient: Array) -> Array:
-    """The gradient of vectors, from that of the vectors scaled to unit length."""
+    """The gradient of vectors, from the gradient of these vectors scaled to unit length."""
     _, factor = unit_and_factor(x)
     y = x.astype(jnp.float32) * factor
     return (factor * (gradient - y * jnp.sum(y * gradient, axis=1, keepdims=True))).astype(x.dtype)

@@ -154,7 +154,7 @@ class LanguageModel:
         requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
         encoded, reading = self._encoded(texts, states)
         tokens = [text.tokens for text in encoded]
-        # Another token after each text, which is not read: results are those of tokens that another one follows.
+        # Another token after each text, which is not read: only tokens that another one follows have results.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
         results, *_ = self._generator().reader.look(reading, longer, requested)
         outputs = []

@@ -21,7 +21,7 @@ class Averaged:
 
     optimizer_state: Any
     trained: Any
-    """The parameters that the optimizer moves, a tree like those of the model."""
+    """The parameters that the optimizer moves, a tree like the model's."""
     total: Float[Array, ""]
     """The sum of the weights in the average."""
     count: Int[Array, ""]
@@ -65,7 +65,7 @@ def with_average(
 
 
 def gradient_point(params: Any, optimizer_state: Any) -> Any:
-    """The parameters at which a step computes its gradient: those of the state, if it has no average."""
+    """The parameters at which a step computes its gradient: the state's parameters, if it has no average."""
     if not isinstance(optimizer_state, Averaged):
         return params
     share = optimizer_state.interpolation

@@ -37,7 +37,7 @@ NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000
 """The number of characters that are kept of each document."""
 MOST_READ = 500
-"""The number of documents among which those of each split are looked for."""
+"""The number of documents among which documents of each split are looked for."""
 TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 

@@ -97,7 +97,7 @@ def open_checkpoint(
 
     Args:
       step: which checkpoint; None: the newest that is not damaged.
-      changes: changes of `saved_config`, such as those of `read_changes`. The model is that of the changed config.
+      changes: changes of `saved_config`, such as the result of `read_changes`. The model is as in the changed config.
       mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
 
     Raises:
@@ -130,7 +130,7 @@ def open_checkpoint(
 
 
 def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
-    """The config of a training that starts with the model in a folder (`open_model`): that of base.gin with this model
+    """The config of a training that starts with the model in a folder (`open_model`): base.gin's config with this model
     and its vocabulary, and the changes. A change that names another model (`RunConfig.model`) wins."""
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():

@@ -31,7 +31,7 @@ class StageSetup(NamedTuple):
     previous: "StageSetup | None"
     """The stage before; None: this is the first."""
     stores: list[TokenStore]
-    """The token stores that the training reads; the first is that of the run's documents."""
+    """The token stores that the training reads; the first has the run's documents."""
     reader: Reader
     """The reader of the training documents; its step 0 is the first of the stage."""
     program: TrainingProgram
@@ -80,7 +80,7 @@ def set_up(run: RunConfig, mesh: Mesh | None = None) -> list[StageSetup]:
     """Opens the documents and lays out all stages on the devices, without compiling: mistakes are found in seconds.
 
     Args:
-      mesh: default: that of the config, of all devices.
+      mesh: default: the mesh of the config, of all devices.
 
     Returns:
       The stages in their order; most runs have one.
@@ -102,7 +102,7 @@ def set_up(run: RunConfig, mesh: Mesh | None = None) -> list[StageSetup]:
 
 
 def vocabulary_size(run: RunConfig) -> int:
-    """Size of the vocabulary: that of the token store, or, where there is no store yet, that of the settings."""
+    """The size of the vocabulary by the token store, or, where there is no store yet, by the settings."""
     has_store = (any_path(run.data.store) / STORE_NAME).exists()
     return TokenStore(run.data.store).vocabulary.size if has_store else run.vocabulary.expected_size
 
@@ -135,7 +135,7 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
             for about in (saved, metadata(setup, saved["step"]))
         )
         check_same(checkpoints.folder, earlier, current)
-        # The saved state is that of the last finite step, so that a halted run can be resumed with another policy.
+        # The state after the last finite step was saved, so that a halted run can be resumed with another policy.
         return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
     state = setup.program.initialise()
     if load_dir is None:

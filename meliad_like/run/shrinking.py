@@ -66,7 +66,7 @@ class Divisors:
             "layer_entries": entries,
             "layer_indices": named,
         }
-        # Configs inside that of the reader have lengths too, such as those of windows with spans.
+        # Configs inside the reader's have lengths too, such as the lengths of windows with spans.
         _, *inside_reader = configs_in(run.data)
         sizes = {
             f"{type(part).__name__}.{size.name}": rules[rule](getattr(part, size.name))

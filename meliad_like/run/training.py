@@ -38,7 +38,7 @@ def train(
       workdir: the working folder, on a disk that all processes see, or on gs://.
       load_dir: checkpoint folder whose parameters a fresh run starts with.
       profile_steps: the first and the last step of those to trace.
-      mesh: default: that of the config, of all devices.
+      mesh: default: the mesh of the config, of all devices.
 
     Returns:
       The exit status: 0, or `EXIT_STATUS` after SIGTERM or Ctrl-C with everything saved.

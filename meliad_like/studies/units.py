@@ -55,7 +55,7 @@ class Units:
         return [self.text[start:end].decode("utf-8", "replace") for start, end in spans]
 
     def distances(self) -> Int[np.ndarray, " units"]:
-        """Tokens from the beginning of the last equal unit to that of this one; 0 if there is none."""
+        """The number of tokens from the beginning of the last equal unit to this one's; 0 if there is none."""
         return pd.Series(self.first).groupby(pd.Series(self.keys)).diff().fillna(0).to_numpy(np.int64)
 
     def places(self, visible: Int[np.ndarray, " units"] | int, segment: int) -> np.ndarray:

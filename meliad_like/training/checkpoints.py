@@ -93,7 +93,7 @@ class Checkpoints:
         """Saves in the background. When it returns the arrays have been copied, so their buffers may be donated.
 
         Args:
-          step: number of steps done; higher than that of all earlier checkpoints.
+          step: number of steps done; higher than in all earlier checkpoints.
           state: a tree of arrays with a field or key `params` and at least one more.
           metadata: a value that JSON can represent.
         """

@@ -1,4 +1,4 @@
-"""The peak rate and the memory of a device, with which those of a training are compared."""
+"""The peak rate and the memory of a device, with which the figures of a training are compared."""
 
 import functools
 import resource

@@ -141,7 +141,7 @@ def run_steps(
         step += 1
         if profiler.after(step, metrics):
             writer.say(f"step {step}: wrote a trace into {profiler.folder}")
-        # The metrics of the previous step are ready; the host would have to wait for those of this step.
+        # The metrics of the previous step are ready; the host would have to wait for the metrics of this step.
         if pending is not None:
             report(*pending, state)
         pending = (step, metrics)

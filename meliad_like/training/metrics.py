@@ -130,7 +130,7 @@ class MetricsWriter:
             self.upload("this is tried again")
 
     def _identity(self) -> str:
-        """A random name, or that of the attempt which this one resumes."""
+        """A random name, or the name of the attempt which this one resumes."""
         known = self._workdir / IDENTITY_NAME
         try:
             identity = known.read_text() if self._start_step and known.exists() else ""

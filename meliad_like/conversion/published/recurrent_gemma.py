@@ -18,7 +18,7 @@ MIXERS = {"recurrent": "rg_lru", "attention": "dot_product_attention"}
 
 @register
 class RecurrentGemmaFamily(Family):
-    """The window is that of transformers, with the token itself; in Google's code, with which the published weights
+    """The window is as in transformers, with the token itself; in Google's code, with which the published weights
     were trained, a token sees one more: `DotProductAttention.span = 2049`."""
 
     model_types = ("recurrent_gemma",)

@@ -165,7 +165,7 @@ class SelectorTraining:
         if checkpoints.steps():
             return checkpoints.restore(abstract)[0]
         state = program.initialise()
-        # The first step reuses the memory of the state, and must not reuse that of the encoder.
+        # The first step reuses the memory of the state, and must not reuse the encoder's.
         shardings = jax.tree.map(lambda x: x.sharding, abstract.params["encoder"])
         encoder = jax.device_put(jax.tree.map(jnp.copy, self.encoder), shardings)
         return state.starting_with({**state.params, "encoder": encoder})
