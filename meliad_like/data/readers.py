@@ -80,7 +80,7 @@ class LanesReader(ScheduledReader):
             raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
         if not 0 <= self.overlap < w:
             raise UserError(f"overlap={self.overlap} must be at least 0 and below window_length={w}")
-        # Of a separate sequence.
+        # The targets of a separate sequence.
         self._targets_in_sequence = self.overlap + n // w * (w - self.overlap)
         targets = np.maximum(self.documents.lengths - 1, 0)
         if (empty := np.flatnonzero(targets == 0)).size:

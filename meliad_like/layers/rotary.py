@@ -144,7 +144,7 @@ class YarnScaling(ScalingByParts):
         if self.whole_limits:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_size - 1)
-        # As in the authors' code, so that equal limits divide by no zero.
+        # As in the authors' code, so that equal limits do not lead to a division by zero.
         ramp = (np.arange(head_size // 2) - low) / (high - low if high != low else 0.001)
         return 1 - np.clip(ramp, 0, 1)
 

@@ -47,7 +47,7 @@ class FalconH1Family(Family):
         if size * heads != width:
             raise UserError(f"{fields.owner}: mamba_d_ssm={width} must be {heads} times mamba_d_head={size}")
         fields.only("hidden_act", "silu", "swish")
-        # Of older files, in which it says what is always so.
+        # A field of older files, with the only value that there is.
         fields.only("mamba_use_mlp", True)
         fields.without_effect(
             "mamba_chunk_size",

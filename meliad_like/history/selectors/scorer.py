@@ -66,7 +66,7 @@ class LearnedSelector(SpanScorer):
 
     @property
     def flops(self) -> float:
-        # Those of the head are negligible.
+        # The operations of the head are negligible.
         return self.num_tokens * self.selector.flops_per_token(self.inputs.text_length)
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
