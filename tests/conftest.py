@@ -55,6 +55,42 @@ larger_rounding.install()
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+SHARES = {
+    "test_exact_softmax.py": 6,
+    "test_mixers.py": 3,
+    "test_published_models.py": 3,
+    "test_table_rows.py": 3,
+    "test_model.py": 3,
+    "test_memory.py": 3,
+    "test_recurrence_kernel.py": 3,
+    "test_gradients.py": 3,
+    "test_recurrent_pretrained.py": 3,
+    "test_attention_kernel.py": 3,
+    "test_shortformer.py": 3,
+    "test_sharded_families.py": 3,
+    "test_released_mixers.py": 2,
+    "test_windows.py": 3,
+    "test_linear_recurrence.py": 3,
+    "test_melodi.py": 2,
+    "test_training_faults.py": 3,
+}
+"""The files of which a run without `--all` (launch/test.sh) has only every n-th case of each test with several cases."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the cases of `SHARES` that the short run leaves out. Each test of a file begins with another case, so that
+    each model of a file is in some tests, and each test has some models."""
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name in SHARES:
+            tests.setdefault((item.path.name, item.originalname), []).append(item)
+    for number, ((file, _), cases) in enumerate(tests.items()):
+        for i, item in enumerate(cases):
+            if len(cases) > 1 and (i + number) % min(SHARES[file], len(cases)):
+                item.add_marker(pytest.mark.thorough)
+
+
 def pytest_collection_finish():
     """What imports and collection leave lives to the end: the garbage collector need not visit it again."""
     gc.collect()

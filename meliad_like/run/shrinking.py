@@ -52,7 +52,7 @@ class Divisors:
         def named(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
             if self.layers == 1:
                 return layers
-            return layers and tuple(layer % model.total_layers // self.layers for layer in layers)
+            return layers and tuple(dict.fromkeys(layer % model.total_layers // self.layers for layer in layers))
 
         def entries(layers: tuple[Any, ...]) -> tuple[Any, ...]:
             extra = model.total_layers - model.num_layers
