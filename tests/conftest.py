@@ -74,7 +74,7 @@ SHARES = {
     "test_melodi.py": 2,
     "test_training_faults.py": 3,
 }
-"""The files of which a run without `--all` (launch/test.sh) has only every n-th case of each test with several cases."""
+"""The files of which launch/test.sh without `--all` runs only every n-th case of each test with several cases."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,7 @@ Every sum has one order, so results are always the same.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def _read_segment(options: Options, rule: Rule, matrix: Array, start: Array, chu
     query, key, value = (x.astype(options.dtype) for x in (rule.query, rule.key, rule.value))
     log_decay = cut(rule.log_decay)
     if log_decay.shape[-1] > 1 and log_decay.shape[3] == 1:
-        products = products_by_channel_in_kernel(options, query, key, log_decay)
+        products = cast(Products, products_by_channel_in_kernel(options, query, key, log_decay))
         products = products._replace(of_keys=None) if rule.strength is None else products
     else:
         of_key = cut(rule.key)

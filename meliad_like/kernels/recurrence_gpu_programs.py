@@ -125,7 +125,9 @@ def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
     inverse, strength, precision = inverse[...], chunk.strength[...], exactly(options)
     decayed = chunk.key[...].astype(jnp.float32) * (strength * chunk.decay[...])
     of_keys[...] = product(inverse, decayed, precision=precision).astype(of_keys.dtype)
-    for at in slices(options, chunk.value.shape[1]) if of_values is not None else ():
+    if of_values is None:
+        return
+    for at in slices(options, chunk.value.shape[1]):
         value = chunk.value[:, at].astype(jnp.float32) * strength
         of_values[:, at] = product(inverse, value, precision=precision).astype(of_values.dtype)
 
@@ -261,11 +263,11 @@ class _Sums(NamedTuple):
     """[t, k]: the gradient of the keys that write to it, decayed."""
     shrunk: Array
     """[1, k]: the gradient of the decay of the whole chunk."""
-    of_known: Array | None = None
+    of_known: Any = None
     """[t, k]: the gradient of the decayed keys with which the delta rule reads the state, over their strength."""
-    of_keys: Array | None = None
+    of_keys: Any = None
     """[t, t]: the gradient of the products of keys, over their strength."""
-    of_strength: Array | None = None
+    of_strength: Any = None
     """[t, 1]: the part of the strength's gradient that comes from the values."""
 
 
