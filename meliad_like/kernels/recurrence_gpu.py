@@ -109,8 +109,9 @@ def _read_segment(options: Options, rule: Rule, matrix: Array, start: Array, chu
     query, key, value = (x.astype(options.dtype) for x in (rule.query, rule.key, rule.value))
     log_decay = cut(rule.log_decay)
     if log_decay.shape[-1] > 1 and log_decay.shape[3] == 1:
-        products = cast(Products, products_by_channel_in_kernel(options, query, key, log_decay))
-        products = products._replace(of_keys=None) if rule.strength is None else products
+        products = products_by_channel_in_kernel(options, query, key, log_decay)
+        if rule.strength is None:
+            products = products._replace(of_keys=None)
     else:
         of_key = cut(rule.key)
         readers = (cut(rule.query), of_key)[: 1 if rule.strength is None else 2]
@@ -120,7 +121,7 @@ def _read_segment(options: Options, rule: Rule, matrix: Array, start: Array, chu
     num_chunks = log_decay.shape[1]
     in_block = num_chunks // start.shape[1]
     first = jnp.repeat(start, in_block, axis=1) & (jnp.arange(num_chunks) % in_block == 0)
-    matrix, read = _read(options, inputs, matrix, first.astype(jnp.int32))
+    matrix, read = cast(tuple[Array, Array], _read(options, inputs, matrix, first.astype(jnp.int32)))
     return matrix, read.astype(jnp.float32)
 
 
