@@ -114,7 +114,7 @@ def test_one_command_runs_all():
     assert listed.returncode == 0 and all(f"  {name} " in listed.stdout for name in COMMANDS)
     result = forked.run("-m", "meliad_like", "train")
     assert result.returncode == 2
-    assert result.stderr == "error: --workdir is required: Folder of the run: config, checkpoints, metrics.\n"
+    assert result.stderr == "error: --workdir is missing: name the folder of the run\n"
     result = forked.run("-m", "meliad_like", "plot", "--workdir=/no/such/run", "--gin_file=x")
     reason = "the figures are those of the run"
     assert (result.returncode, result.stderr) == (2, f"error: --gin_file has no effect here: {reason}\n")

@@ -44,7 +44,7 @@ def prover_model(alphageometry, tmp_path_factory):
 def test_the_size_is_that_of_alphageometry(alphageometry):
     from meliad_like import config
 
-    model = config.parse(alphageometry.FILES).model
+    model = config.parse(alphageometry.FILES, alphageometry.PARAMS).model
     sizes = (model.total_layers, model.model_width, model.num_heads, model.head_size, model.window_length)
     assert sizes == (12, 1024, 8, 128, 1024)
 

@@ -43,7 +43,7 @@ def test_comparison_page(compared):
     for words in (
         "fixed_skip<b> against slide_12l<b>",
         "test, 3 documents",
-        "mixers",
+        "pattern",
         "Gomin",
         "alert('document')",
     ):

@@ -52,7 +52,11 @@ def bindings(tmp_path_factory):
 
 def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tmp_path):
     WRITTEN.clear()
-    tracked = ["RunConfig.trackers = ('list',)", "ListTracker.comment = 'bound'", "TrainingConfig.evaluate_every = 2"]
+    tracked = [
+        "RunConfig.trackers = ('tensorboard', 'list')",
+        "ListTracker.comment = 'bound'",
+        "TrainingConfig.evaluate_every = 2",
+    ]
     train(parse(bindings, *tracked, "TrainingConfig.num_steps = 2"), tmp_path / "mine")
     (name, identity, start, num_steps), *rows, last = WRITTEN
     assert (name, start, num_steps, last) == ("mine", 0, 2, ("closed", False))
