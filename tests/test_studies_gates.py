@@ -48,7 +48,7 @@ def test_gates_of_several_layers_are_averaged_by_themselves(runs):
 
 
 def recurrent_layers(subject):
-    return subject.run.model.pattern_with(RecurrentStates)
+    return subject.run.model.layers_with(RecurrentStates)
 
 
 def states_after(subject, layer, blocks):
