@@ -24,7 +24,7 @@ from flax import nnx
 from meliad_like.kernels.registry import kernel_of_recurrence
 from meliad_like.layers.backend import platform
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import LayerContext
 from meliad_like.models.decoder import DecoderConfig, DecoderLayer
 
 KINDS = [
@@ -88,7 +88,7 @@ def layer_program(mixer: str, kernel: str):
 
     def apply(params, x):
         layer = nnx.merge(graphdef, params)
-        return layer(x, At(positions, {}), layer.init_carry(b, x.dtype), None)[0]
+        return layer(x, LayerContext(positions, {}), layer.init_carry(b, x.dtype), None)[0]
 
     def make():
         x = jax.random.normal(jax.random.key(1), (b, n, WIDTH.value)).astype(DTYPE.value)

@@ -13,7 +13,7 @@ from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
 from meliad_like.layers.attention import attend, unit
 from meliad_like.layers.basic import RMSNorm
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import LayerContext
 from meliad_like.mixers.positions import T5Bias, t5_bucket
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import TokenCache
@@ -95,7 +95,7 @@ def test_layer_over_segments(name):
     carry = {"sliding_window": TokenCache(key, value, np.full(2, W))}
 
     def run(params, xs, carry, start):
-        return model.bind({**whole, **params}).layers[0](xs, At(jnp.where(start, 0, W), {}), carry)
+        return model.bind({**whole, **params}).layers[0](xs, LayerContext(jnp.where(start, 0, W), {}), carry)
 
     @jax.jit
     def run_and_differentiate(params, xs, carry, start, cotangent):

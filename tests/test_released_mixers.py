@@ -15,7 +15,7 @@ from flax import nnx
 from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
-from meliad_like.mixers.base import MIXERS, At
+from meliad_like.mixers.base import MIXERS, LayerContext
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.mixers.mamba2 import Mamba2
@@ -150,7 +150,7 @@ def read(name, params, x, start, carry=None):
     bound = bind(name, params)
     [mixer] = bound.mixers.values()
     positions = jnp.where(start[:, :: mixer.w], 0, mixer.w)
-    y, carry = mixer(x, At(positions, {}), carry or mixer.init_carry(len(x), x.dtype), None)
+    y, carry = mixer(x, LayerContext(positions, {}), carry or mixer.init_carry(len(x), x.dtype), None)
     return bound.output(y), carry
 
 
@@ -160,7 +160,7 @@ def decode(name, params, x, carry):
     [mixer] = bound.mixers.values()
 
     def step(carry, token):
-        y, carry = mixer.step(token, At(jnp.ones(len(token), int), {}), carry)
+        y, carry = mixer.step(token, LayerContext(jnp.ones(len(token), int), {}), carry)
         return carry, bound.output(y)
 
     carry, y = jax.lax.scan(step, carry, jnp.moveaxis(x, 1, 0))

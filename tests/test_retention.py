@@ -7,7 +7,7 @@ import pytest
 from einops import rearrange
 from flax import nnx
 
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import LayerContext
 from meliad_like.mixers.lightning_attention import LightningAttention
 from meliad_like.mixers.retention import Retention
 from meliad_like.models.decoder import DecoderConfig
@@ -51,7 +51,7 @@ def test_segments_equal_the_parallel_form(config):
 
     @jax.jit
     def read(x, carry):
-        return mixer(x, At(jnp.full((2, x.shape[1] // 16), 16), {}), carry, None)
+        return mixer(x, LayerContext(jnp.full((2, x.shape[1] // 16), 16), {}), carry, None)
 
     first, carry = read(jnp.asarray(x[:, :16], jnp.float32), mixer.init_carry(2, jnp.float32))
     second, _ = read(jnp.asarray(x[:, 16:], jnp.float32), carry)

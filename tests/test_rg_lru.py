@@ -11,7 +11,7 @@ from flax import nnx
 from released_arrays import arrays, assert_as_exact, error
 
 from meliad_like.errors import UserError
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import LayerContext
 from meliad_like.mixers.rg_lru import RGLRU, RGLRUCarry, bounded_sqrt
 from meliad_like.models.decoder import DecoderConfig, DecoderLayer
 
@@ -67,7 +67,7 @@ def read(params, x, positions, carry):
     mixer = bound.mixers["rg_lru"]
     mixer.w = 1
     carry = mixer.init_carry(len(x), x.dtype) if carry is None else carry
-    result, carry = mixer(x, At(positions, {}), carry, None)
+    result, carry = mixer(x, LayerContext(positions, {}), carry, None)
     return bound.output(result), carry
 
 
@@ -76,7 +76,7 @@ def decode(params, x, carry):
     bound = bind(params)
 
     def step(carry, token):
-        result, carry = bound.mixers["rg_lru"].step(token, At(carry.position, {}), carry)
+        result, carry = bound.mixers["rg_lru"].step(token, LayerContext(carry.position, {}), carry)
         return carry, bound.output(result)
 
     carry, y = jax.lax.scan(step, carry, jnp.moveaxis(x, 1, 0))

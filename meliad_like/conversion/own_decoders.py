@@ -14,7 +14,7 @@ from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FEEDFORWARDS, PlainFeedForward
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import POSITIONS, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
@@ -109,7 +109,7 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
     return settings, tensors
 
 
-def _layer_settings(shape: Shape, index: int) -> dict[str, Any]:
+def _layer_settings(shape: DecoderShape, index: int) -> dict[str, Any]:
     mixers = {MIXERS.name_of(mixer): MIXER_SETTINGS[type(mixer)](mixer, shape) for mixer in shape.layers[index]}
     width = sum(mixer.width(shape) for mixer in shape.layers[index])
     return {"mixers": mixers, "width": width, "feedforward": shape.feedforwards[index] is not None}

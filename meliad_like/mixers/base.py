@@ -34,7 +34,7 @@ Carry = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """The sizes of a decoder, the settings of its attention, and the mixers and networks of its layers."""
 
     model_width: int
@@ -65,7 +65,7 @@ class Shape:
         return self.attention_kernel not in ("auto", "none")
 
 
-class At(NamedTuple):
+class LayerContext(NamedTuple):
     """The positions of the tokens that a layer reads, and the values that other layers publish for them."""
 
     positions: Int[Array, "b c"] | Int[Array, " b"]
@@ -120,19 +120,19 @@ class Mixer(nnx.Module):
         return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
 
     def __call__(
-        self, x: Float[Array, "b n d"], at: At, carry: Carry, dropout_key: PRNGKeyArray | None
+        self, x: Float[Array, "b n d"], context: LayerContext, carry: Carry, dropout_key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "b n i"], Carry]:
         """The results for the tokens of a segment, and the carry after it.
 
         Args:
             x: the layer's input, after its norm.
-            at: where documents begin, and what other layers publish.
+            context: where documents begin, and what other layers publish.
             carry: the carry after the segment before.
             dropout_key: random key in training; None: no dropout.
         """
         raise NotImplementedError
 
-    def step(self, x: Float[Array, "b d"], at: At, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
+    def step(self, x: Float[Array, "b d"], context: LayerContext, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
         """The results for one token of every lane, and the carry after it, in its form for decoding. The cost does not
         depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset."""
         raise NotImplementedError
@@ -174,34 +174,34 @@ class MixerConfig:
     lanes first, from its carry in either form, before each block; `start` are the lanes in which a document begins with
     the block. The layers up to the last one with that mixer read a block before the next block."""
 
-    def has_own_kernel(self, shape: Shape) -> bool:
+    def has_own_kernel(self, shape: DecoderShape) -> bool:
         """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""
         return False
 
-    def has_recurrence_kernel(self, shape: Shape) -> bool:
+    def has_recurrence_kernel(self, shape: DecoderShape) -> bool:
         """Whether a kernel computes the mixer's recurrence, which a program checks with the mixer's module."""
         return False
 
-    def check(self, shape: Shape) -> None:
+    def check(self, shape: DecoderShape) -> None:
         """Raises a UserError if a decoder of this shape can't have the mixer."""
 
-    def build(self, shape: Shape, *, rngs: nnx.Rngs) -> Mixer:
+    def build(self, shape: DecoderShape, *, rngs: nnx.Rngs) -> Mixer:
         """The module of one layer."""
         raise NotImplementedError
 
-    def width(self, shape: Shape) -> int:
+    def width(self, shape: DecoderShape) -> int:
         """The number of channels of its results (`i`)."""
         return shape.inner_width
 
-    def flops(self, shape: Shape) -> Flops:
+    def flops(self, shape: DecoderShape) -> Flops:
         """The operations of one token in one layer, without the layer's output projection."""
         raise NotImplementedError
 
-    def traits(self, shape: Shape) -> Traits:
+    def traits(self, shape: DecoderShape) -> Traits:
         return Traits()
 
 
-def check_taps(config: Any, shape: Shape) -> None:
+def check_taps(config: Any, shape: DecoderShape) -> None:
     """Raises a UserError if the convolution of a mixer, `conv_length` tokens long, sees more than the block before."""
     if config.conv_length > shape.window_length + 1:
         name = f"{type(config).__name__}.conv_length"

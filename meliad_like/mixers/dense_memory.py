@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.mixers.sliding_window import TokenHeads, tokens_of
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
@@ -37,7 +37,7 @@ class DenseCarry(NamedTuple):
 class DenseAttention(Mixer):
     """Attention to the document's last m tokens."""
 
-    def __init__(self, config: "DenseMemory", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "DenseMemory", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.heads = TokenHeads(shape, rngs=rngs, with_positions=False, attention_scale=config.attention_scale)
 
@@ -45,9 +45,9 @@ class DenseAttention(Mixer):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
         return DenseCarry(Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def __call__(self, x, at, carry, dropout_key):
+    def __call__(self, x, context, carry, dropout_key):
         w, m = self.shape.window_length, self.config.num_slots
-        positions, position = at.count(carry.position, w)
+        positions, position = context.count(carry.position, w)
         c = positions.shape[1]
         key, value, query = self.heads.of(x)
         # The ring in the order of the document, before the segment: token i of the segment is in column m + i.
@@ -106,7 +106,7 @@ class DenseAttention(Mixer):
         (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
         return average(mixed, total, query.dtype)
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         m, position, (key, value, query) = self.config.num_slots, carry.position, self.heads.of(x[:, None])
         filled = (jnp.arange(m) < position[:, None]) | (not self.shape.mask_empty_cache)
         result = attend(query, *carry.memory, mask=filled[:, None, None])

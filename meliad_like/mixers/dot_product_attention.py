@@ -24,7 +24,7 @@ from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.registry import kind_field, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
 
@@ -45,7 +45,7 @@ class AttentionCache(NamedTuple):
 class SpanAttention(Mixer):
     """Attention of a layer's tokens to a span of tokens."""
 
-    def __init__(self, config: "DotProductAttention", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "DotProductAttention", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.w, self.ring = shape.window_length, config.ring(shape)
         h, g, k, d = shape.num_heads, config.key_heads(shape), shape.head_size, shape.model_width
@@ -92,10 +92,10 @@ class SpanAttention(Mixer):
         y = merge_heads(mixed)
         return y if gate is None else y * jax.nn.sigmoid(gate)
 
-    def __call__(self, x, at, carry, dropout_key):
+    def __call__(self, x, context, carry, dropout_key):
         w, ring, g = self.w, self.ring, self.key_heads
         query, key, value, gate = self._project(x)
-        positions, read = at.count(carry.position, w)
+        positions, read = context.count(carry.position, w)
         c = positions.shape[1]
         query, key, value = (rearrange(y, "b h (c w) k -> b h c w k", w=w) for y in (query, key, value))
         if self.table is not None:
@@ -148,7 +148,7 @@ class SpanAttention(Mixer):
         seen = within & (distance <= offset + position[:, None, None])
         return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         w, ring, g = self.w, self.ring, self.key_heads
         query, key, value, gate = self._project(x[:, None])
         position, lanes = carry.position, jnp.arange(x.shape[0])
@@ -243,18 +243,18 @@ class DotProductAttention(MixerConfig):
             name = f"DotProductAttention.rotary_share={self.rotary_share}"
             raise UserError(f"{name} of head_size={shape.head_size} is {turning} channels, which must be even")
 
-    def key_heads(self, shape: Shape) -> int:
+    def key_heads(self, shape: DecoderShape) -> int:
         return self.num_key_heads or shape.num_heads
 
-    def rotary_size(self, shape: Shape) -> int:
+    def rotary_size(self, shape: DecoderShape) -> int:
         """The number of a head's channels with rotary positions."""
         return int(self.rotary_share * shape.head_size)
 
-    def table(self, shape: Shape) -> RotaryTable | None:
+    def table(self, shape: DecoderShape) -> RotaryTable | None:
         turning = self.rotary_size(shape)
         return RotaryTable(turning, self.rotary_base, self.rotary_scaling) if turning else None
 
-    def ring(self, shape: Shape) -> int:
+    def ring(self, shape: DecoderShape) -> int:
         """The number of blocks in the cache: the token's block, and those that the rest of the span reaches into."""
         return -(-(self.span - 1) // shape.window_length) + 1
 

@@ -27,7 +27,7 @@ from meliad_like.layers.memory_search import (
     read_segment,
     remember_block,
 )
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig
 from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, tokens_of, window_traits
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
@@ -64,7 +64,7 @@ class MemoryAttention(Mixer):
 
     acts_at_blocks = True
 
-    def __init__(self, config: "ExternalMemory", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "ExternalMemory", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.lookup = Lookup(config.num_neighbors, config.search, shape.mask_empty_cache)
         # For a single token, products with the whole memory would take longer than to look up what it needs.
@@ -77,21 +77,21 @@ class MemoryAttention(Mixer):
         empty = jnp.zeros((b, self.shape.num_heads, self.config.num_slots, self.shape.head_size), dtype)
         return MemoryCarry(self.window.init_carry(b, dtype), Memory(empty, empty), jnp.zeros((b,), jnp.int32))
 
-    def __call__(self, x, at, carry, dropout_key):
-        window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
-        positions, position = at.count(carry.position, self.shape.window_length)
+    def __call__(self, x, context, carry, dropout_key):
+        window, inputs, cache = self.window.attend(x, context, carry.window, dropout_key)
+        positions, position = context.count(carry.position, self.shape.window_length)
         blocks_per_turn = positions.shape[1] if self.config.update == "segment" else 1
-        blocks = tile.block.key, tile.block.value
-        results: Any = read_segment(self.segment_lookup, blocks_per_turn, tile.query, *blocks, carry.memory, positions)
+        tokens = inputs.query, inputs.block.key, inputs.block.value
+        results: Any = read_segment(self.segment_lookup, blocks_per_turn, *tokens, carry.memory, positions)
         read, memory = results
         return tokens_of(self._mix(window, read)), MemoryCarry(cache, memory, position)
 
     def begin_decoding(self, carry):
         return carry._replace(window=self.window.begin_decoding(carry.window))
 
-    def step(self, x, at, carry):
-        window, tile, cache = self.window.attend_token(x, carry.window)
-        hits = self.lookup.find(tile.query, carry.memory, carry.position)
+    def step(self, x, context, carry):
+        window, inputs, cache = self.window.attend_token(x, carry.window)
+        hits = self.lookup.find(inputs.query, carry.memory, carry.position)
         mixed = self._mix(window, self.lookup.attend(hits, carry.memory.value))
         return merge_heads(mixed)[:, 0], carry._replace(window=cache)
 
@@ -148,7 +148,7 @@ class ExternalMemory(MixerConfig):
     def build(self, shape, *, rngs):
         return MemoryAttention(self, shape, rngs=rngs)
 
-    def kernel(self, shape: Shape) -> Operations | None:
+    def kernel(self, shape: DecoderShape) -> Operations | None:
         """The kernels of the search and of the attention to its results."""
         return kernel_of_memory(shape.attention_kernel, self.search, self.num_neighbors, shape.head_size)
 

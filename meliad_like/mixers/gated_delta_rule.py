@@ -28,7 +28,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
@@ -44,7 +44,7 @@ class DeltaRule(MatrixRecurrence):
     def __init__(
         self,
         config: "DeltaRuleConfig",
-        shape: Shape,
+        shape: DecoderShape,
         decay: Callable[[Array], Array],
         gate: Callable[[Array], Array],
         *,
@@ -104,7 +104,7 @@ class DeltaRule(MatrixRecurrence):
 class GatedDeltaRuleMixer(DeltaRule):
     """The delta rule with one decay for each head, and a SiLU as gate."""
 
-    def __init__(self, config: "GatedDeltaRule", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "GatedDeltaRule", shape: DecoderShape, *, rngs: nnx.Rngs):
         h = config.sizes(shape).heads
         widths = h, config.width(shape)
         decay, gate = (Linear(shape.model_width, width, ("model", "heads"), rngs=rngs) for width in widths)

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from meliad_like.kernels.registry import RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
-from meliad_like.mixers.base import MIXERS, At, Mixer, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer
 from meliad_like.mixers.sliding_window import WindowAttention
 
 BLOCKS_READ = ((1000, 1001, 0), (0, 1, 2))
@@ -34,7 +34,7 @@ ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
 distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
-def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
+def kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
     """The kernel, if it passes the check, otherwise `none`. None: the platform's kernel for these sizes.
 
     One line on stderr says what was found. All processes must call it, and get the same result.
@@ -49,7 +49,7 @@ def kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> st
     return _checked(shape, dtype, "attention", kernel, _planned_for())
 
 
-def recurrence_kernel_that_works(shape: Shape, dtype: str, kernel: str | None = None) -> str:
+def recurrence_kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
     """`kernel_that_works` for the recurrences of matrices."""
     kernel = kernel or (platform() if platform() in RECURRENCES else "none")
     with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
@@ -65,7 +65,7 @@ def _planned_for() -> str | None:
 
 
 @functools.cache
-def _checked(shape: Shape, dtype: str, kind: str, kernel: str, planned_for: str | None) -> str:
+def _checked(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned_for: str | None) -> str:
     """Checks a kernel of the kind `attention` or `recurrence` once; `planned_for`: the kind of devices not here."""
     problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
@@ -76,10 +76,10 @@ def _checked(shape: Shape, dtype: str, kind: str, kernel: str, planned_for: str 
     return kernel if problem is None else "none"
 
 
-def _problem(shape: Shape, dtype: str, kind: str, kernel: str, planned: bool) -> str | None:
+def _problem(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned: bool) -> str | None:
     """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
 
-    def with_kernel(name: str) -> Shape:
+    def with_kernel(name: str) -> DecoderShape:
         return dataclasses.replace(shape, **{f"{kind}_kernel": name})
 
     for name, build, with_dropout in _modules(with_kernel(kernel), kind):
@@ -106,7 +106,7 @@ def _problem(shape: Shape, dtype: str, kind: str, kernel: str, planned: bool) ->
     return None
 
 
-def _modules(shape: Shape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
+def _modules(shape: DecoderShape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
     """The modules that are checked: names and constructors of those that use the kernels, with or without dropout."""
     for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" else ():
         yield "the window", WindowAttention, with_dropout
@@ -116,7 +116,7 @@ def _modules(shape: Shape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer
 
 
 def _trial(
-    build: Callable[..., Mixer], shape: Shape, dtype: str, *, rounded_to: str, with_dropout: bool
+    build: Callable[..., Mixer], shape: DecoderShape, dtype: str, *, rounded_to: str, with_dropout: bool
 ) -> tuple[Any, Callable[[], dict[str, Any]]]:
     """A jitted function that computes a module's outputs, its states after them and the gradients of all inputs, and
     another that makes these, numbers of the type `rounded_to`."""
@@ -155,8 +155,8 @@ def _trial(
             vectors = iter(inputs["carry"])
             carry = structure.unflatten([read[:, 0] if is_position(x) else next(vectors) for x in carried])
             dropout_key = jax.random.key(1) if with_dropout else None
-            at = At(jnp.asarray(read), {})
-            outputs, carry = nnx.merge(graphdef, inputs["parameters"])(inputs["tokens"], at, carry, dropout_key)
+            context = LayerContext(jnp.asarray(read), {})
+            outputs, carry = nnx.merge(graphdef, inputs["parameters"])(inputs["tokens"], context, carry, dropout_key)
             return {"outputs": outputs, "carry": [x for x in jax.tree.leaves(carry) if not is_position(x)]}
 
         results, pull_back = jax.vjp(attend, inputs)

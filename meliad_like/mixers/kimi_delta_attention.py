@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from meliad_like.layers.attention import split_heads
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.linear_recurrence import inverse_softplus_step
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.gated_delta_rule import DeltaRule, DeltaRuleConfig
 from meliad_like.mixers.matrix_recurrence import Sizes
 
@@ -23,7 +23,7 @@ from meliad_like.mixers.matrix_recurrence import Sizes
 class LowRank(nnx.Module):
     """Two projections, one after the other: `d` to the size of a head, and from there to all heads."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.first = Linear(shape.model_width, shape.head_size, ("model", None), rngs=rngs)
         self.second = Linear(shape.head_size, shape.inner_width, (None, "heads"), rngs=rngs)
         self.num_heads = shape.num_heads
@@ -35,7 +35,7 @@ class LowRank(nnx.Module):
 class KimiDelta(DeltaRule):
     """The delta rule with a decay for each channel, and a sigmoid as gate."""
 
-    def __init__(self, config: "KimiDeltaAttention", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "KimiDeltaAttention", shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, LowRank(shape, rngs=rngs), LowRank(shape, rngs=rngs), rngs=rngs)
         channels = (shape.num_heads, shape.head_size)
         self.step_bias = parameter(rngs.params(), inverse_softplus_step, channels, ("heads", None), "bias")

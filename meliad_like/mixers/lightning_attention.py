@@ -11,7 +11,7 @@ from flax import nnx
 
 from meliad_like.layers.attention import split_heads
 from meliad_like.layers.basic import over_root_mean_square, parameter
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import Sizes
 from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay, ConstantDecayConfig
 
@@ -19,7 +19,7 @@ from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay, ConstantDe
 class LightningMixer(ConstantDecay):
     """The module of lightning attention."""
 
-    def __init__(self, config: "LightningAttention", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "LightningAttention", shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, rngs=rngs)
         self.norm_scale = parameter(
             rngs.params(), jax.nn.initializers.ones, (config.width(shape),), ("heads",), "scale"

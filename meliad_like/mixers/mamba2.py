@@ -19,7 +19,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
@@ -32,7 +32,7 @@ class Mamba2Block(MatrixRecurrence):
 
     config: "Mamba2"
 
-    def __init__(self, config: "Mamba2", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "Mamba2", shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape)
         d, i, h, of_groups = shape.model_width, config.width(shape), self.sizes.heads, config.of_groups
         biased = {"bias_initializer": zeros if config.input_bias else None, "rngs": rngs}
@@ -136,7 +136,7 @@ class Mamba2(ConvolvedMatrixConfig):
             name = "Mamba2.head_size * num_heads" if self.num_heads else "expand * model_width"
             raise UserError(f"{name}={i} must be a multiple of Mamba2.head_size * num_groups={of_group}")
 
-    def _inner_width(self, shape: Shape) -> int:
+    def _inner_width(self, shape: DecoderShape) -> int:
         return self.num_heads * self.head_size or self.expand * shape.model_width
 
     @property

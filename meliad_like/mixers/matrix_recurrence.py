@@ -28,7 +28,7 @@ from meliad_like.layers.linear_recurrence import (
     read_token,
 )
 from meliad_like.layers.sharding import num_parts
-from meliad_like.mixers.base import Mixer, MixerConfig, Shape, Traits, check_taps
+from meliad_like.mixers.base import DecoderShape, Mixer, MixerConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 class MatrixRecurrence(Mixer):
     """Tokens write to and read from matrices that forget."""
 
-    def __init__(self, config: "MatrixConfig", shape: Shape):
+    def __init__(self, config: "MatrixConfig", shape: DecoderShape):
         self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
     def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
@@ -90,16 +90,16 @@ class MatrixRecurrence(Mixer):
             return MatrixCarry(matrix)
         return MatrixCarry(matrix, jnp.zeros((b, filters.shape[0] - 1, filters.shape[1]), dtype))
 
-    def __call__(self, x, at, carry, dropout_key):
+    def __call__(self, x, context, carry, dropout_key):
         kernel = self.config.kernel(self.shape)
         read_segment = read_chunks if kernel is None else partial(kernel, dtype=x.dtype)
 
         def read(rule, matrix):
-            return read_segment(rule, matrix, at.start, self.config.chunk(self.shape))
+            return read_segment(rule, matrix, context.start, self.config.chunk(self.shape))
 
-        return self._read(x, num_parts() * x.shape[1], carry, partial(convolve_segment, start=at.start), read)
+        return self._read(x, num_parts() * x.shape[1], carry, partial(convolve_segment, start=context.start), read)
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         def read(rule, matrix):
             matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
             return matrix, y[:, :, None]
@@ -127,19 +127,19 @@ class MatrixConfig(MixerConfig):
     def __post_init__(self):
         check_chunks(self)
 
-    def sizes(self, shape: Shape) -> Sizes:
+    def sizes(self, shape: DecoderShape) -> Sizes:
         """The sizes of the recurrence in a decoder of this shape."""
         raise NotImplementedError
 
-    def projection_flops(self, shape: Shape) -> int:
+    def projection_flops(self, shape: DecoderShape) -> int:
         """The operations of a token's projections."""
         raise NotImplementedError
 
-    def chunk(self, shape: Shape) -> int:
+    def chunk(self, shape: DecoderShape) -> int:
         """The number of tokens that are read in parallel."""
         return math.gcd(shape.window_length, self.chunk_length)
 
-    def kernel(self, shape: Shape) -> Callable[..., tuple[Array, Array]] | None:
+    def kernel(self, shape: DecoderShape) -> Callable[..., tuple[Array, Array]] | None:
         """The kernel that reads a segment; None: none does."""
         sizes = self.sizes(shape)
         return kernel_of_recurrence(shape.recurrence_kernel, self.chunk(shape), sizes.key_size, sizes.value_size)

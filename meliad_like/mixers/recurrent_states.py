@@ -22,8 +22,8 @@ from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rematerialise_iteration, row_major, rows
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts, scan_in_order
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits
-from meliad_like.mixers.sliding_window import Tile, TokenCache, WindowAttention, tokens_of, window_traits
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
+from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, WindowInputs, tokens_of, window_traits
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
@@ -116,7 +116,7 @@ class StateCell(nnx.Module):
     the attention and another after the network, as the two residual connections of a transformer layer.
     """
 
-    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "RecurrentStates", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.num_heads, self.cell = shape.num_heads, config.cell
         self.kernel = kernel_of_states(shape.attention_kernel, config.num_states, shape.head_size)
         num_states, d, f, inner = config.num_states, shape.model_width, shape.feedforward_width, shape.inner_width
@@ -221,7 +221,7 @@ class StatesCarry(NamedTuple):
 class StateAttention(nnx.Module):
     """Attention of a layer's tokens to states."""
 
-    def __init__(self, shape: Shape, attention_scale: float, *, rngs: nnx.Rngs):
+    def __init__(self, shape: DecoderShape, attention_scale: float, *, rngs: nnx.Rngs):
         self.num_heads = shape.num_heads
         self.attention_kernel = shape.attention_kernel
         self.query = Linear(shape.model_width, shape.inner_width, ("model", "heads"), rngs=rngs)
@@ -243,7 +243,7 @@ class StateAttention(nnx.Module):
         return attend_unit(query, keys)
 
     @staticmethod
-    def flops(shape: Shape, num_states: int) -> Flops:
+    def flops(shape: DecoderShape, num_states: int) -> Flops:
         return Flops.of_products(2 * shape.model_width * shape.inner_width + 2 * 2 * num_states * shape.inner_width)
 
 
@@ -252,7 +252,7 @@ class StateRecurrence(Mixer):
 
     acts_at_blocks = True
 
-    def __init__(self, config: "RecurrentStates", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "RecurrentStates", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.window = WindowAttention(shape, rngs=rngs)
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
@@ -261,9 +261,9 @@ class StateRecurrence(Mixer):
     def init_carry(self, b, dtype):
         return StatesCarry(self.window.init_carry(b, dtype), self.cell.initial_states(b, dtype))
 
-    def __call__(self, x, at, carry, dropout_key):
-        window, tile, cache = self.window.attend(x, at, carry.window, dropout_key)
-        states, keys = self._scan(carry.states, at.start, self._blocks(tile))
+    def __call__(self, x, context, carry, dropout_key):
+        window, inputs, cache = self.window.attend(x, context, carry.window, dropout_key)
+        states, keys = self._scan(carry.states, context.start, self._blocks(inputs))
         return tokens_of(window, self.reader(x, keys)), StatesCarry(cache, states)
 
     def begin(
@@ -273,11 +273,11 @@ class StateRecurrence(Mixer):
         states = jnp.where(start[:, None, None], self.cell.initial_states(states.shape[0], states.dtype), states)
         return states, self.cell.heads(states) if self.cell.kernel is None else self.cell.projected(states)
 
-    def _blocks(self, tile: Tile) -> tuple:
+    def _blocks(self, inputs: WindowInputs) -> tuple:
         """The keys and values that states attend to, of the block before each block and of the block, [c, b, ...]."""
         if self.cell.kernel is not None:
-            return self.window.heads.projected_keys(tile)
-        tokens, c = (tile.before, tile.block), tile.positions.shape[1]
+            return self.window.heads.projected_keys(inputs)
+        tokens, c = (inputs.before, inputs.block), inputs.positions.shape[1]
         if 1 < c and unrolls_blocks(c):
             tokens = jax.tree.map(row_major, tokens)
         return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), tokens)
@@ -312,7 +312,7 @@ class StateRecurrence(Mixer):
         window = self.window.begin_decoding(carry.window)
         return StatesCarry(window, carry.states, self.cell.heads(carry.states), previous)
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         window, _, cache = self.window.attend_token(x, carry.window)
         read = self.reader(x[:, None], carry.heads.keys)
         return merge_heads(window, read)[:, 0], carry._replace(window=cache)
@@ -359,7 +359,7 @@ class RecurrentStates(MixerConfig):
         update = Flops.of_products(self._update_flops(shape) / shape.window_length)
         return WindowAttention.flops(shape) + StateAttention.flops(shape, self.num_states) + update
 
-    def _update_flops(self, shape: Shape) -> int:
+    def _update_flops(self, shape: DecoderShape) -> int:
         """The operations of the update of all states of a layer by one block."""
         d, inner, r, f = shape.model_width, shape.inner_width, self.num_states, shape.feedforward_width
         mixed = 2 * inner
@@ -383,24 +383,24 @@ class RecurrentStates(MixerConfig):
 class FeedbackReader(Mixer):
     """Tokens attend to the states that other layers publish before their block."""
 
-    def __init__(self, config: "StateReader", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "StateReader", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.which = config.which
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
 
     def init_carry(self, b, dtype):
         return ()
 
-    def _keys(self, at) -> KeysAndValues | ProjectedKeys:
-        published = at.published["recurrent_states"]
+    def _keys(self, context) -> KeysAndValues | ProjectedKeys:
+        published = context.published["recurrent_states"]
         if self.which == "last":
             return published[-1]
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *published)
 
-    def __call__(self, x, at, carry, dropout_key):
-        return tokens_of(self.reader(x, self._keys(at))), carry
+    def __call__(self, x, context, carry, dropout_key):
+        return tokens_of(self.reader(x, self._keys(context))), carry
 
-    def step(self, x, at, carry):
-        return merge_heads(self.reader(x[:, None], self._keys(at)))[:, 0], carry
+    def step(self, x, context, carry):
+        return merge_heads(self.reader(x[:, None], self._keys(context)))[:, 0], carry
 
 
 @MIXERS.register("state_reader")

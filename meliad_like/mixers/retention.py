@@ -22,7 +22,7 @@ from meliad_like.layers.basic import Linear, over_root_mean_square, project
 from meliad_like.layers.linear_recurrence import Rule
 from meliad_like.layers.positions import rotate, wavelengths
 from meliad_like.layers.sharding import num_parts, own_blocks
-from meliad_like.mixers.base import MIXERS, Shape
+from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import MatrixConfig, MatrixRecurrence, Sizes
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
@@ -33,7 +33,7 @@ NORM_EPSILON = 1e-5
 class ConstantDecay(MatrixRecurrence):
     """Tokens add to and read from matrices that forget at constant rates."""
 
-    def __init__(self, config: "ConstantDecayConfig", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "ConstantDecayConfig", shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape)
         i = config.width(shape)
         self.query, self.key, self.value, self.gate = (

@@ -24,7 +24,7 @@ from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token
 from meliad_like.layers.sharding import scan_in_order
-from meliad_like.mixers.base import MIXERS, Mixer, MixerConfig, Shape, Traits, check_taps
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
 
@@ -50,7 +50,7 @@ class RGLRUCarry(NamedTuple):
 class RecurrentBlock(Mixer):
     """A gated linear recurrence of each channel, multiplied by a gate."""
 
-    def __init__(self, config: "RGLRU", shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "RGLRU", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.w = config, shape.window_length
         d, self.channels, blocks = shape.model_width, config.width(shape), shape.num_heads
         normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -85,9 +85,9 @@ class RecurrentBlock(Mixer):
     def _output(self, states: Float[Array, "b n channels"], x: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
         return states.astype(x.dtype) * jax.nn.gelu(self.gate(x))
 
-    def __call__(self, x, at, carry, dropout_key):
-        inputs, start = self.input(x), at.start
-        positions, position = at.count(carry.position, self.w)
+    def __call__(self, x, context, carry, dropout_key):
+        inputs, start = self.input(x), context.start
+        positions, position = context.count(carry.position, self.w)
         convolved, recent = convolve_segment(inputs.astype(jnp.float32), carry.recent, self.filters[...], start)
         u = convolved + self.filter_bias[...]
         c, n = positions.shape[1], x.shape[1]
@@ -101,7 +101,7 @@ class RecurrentBlock(Mixer):
         state, states = scan_in_order(scan, carry.state)
         return self._output(states, x), RGLRUCarry(state, recent, position)
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         x = x[:, None]
         convolved, recent = convolve_token(self.input(x), carry.recent, self.filters[...])
         u = convolved + self.filter_bias[...]

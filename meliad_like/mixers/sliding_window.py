@@ -18,7 +18,7 @@ from meliad_like.layers.backend import platform
 from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import from_left
-from meliad_like.mixers.base import MIXERS, At, Mixer, MixerConfig, Shape, Traits
+from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer, MixerConfig, Traits
 from meliad_like.mixers.positions import NoPosition, Position
 
 
@@ -34,7 +34,7 @@ class TokenCache(NamedTuple):
     """The keys with their positions in the tile of the current block; only while decoding, if positions change keys."""
 
 
-class Tile(NamedTuple):
+class WindowInputs(NamedTuple):
     """The queries of each block, and the keys and values of the block and of the block before it."""
 
     query: Float[Array, "b c h w k"]
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     """Queries, keys and values as they are projected, for a kernel."""
 
 
-class TokenTile(NamedTuple):
+class TokenInputs(NamedTuple):
     """The query of one token of every lane, and the keys and values of the ring of tokens before it."""
 
     query: Float[Array, "b h 1 k"]
@@ -73,7 +73,9 @@ class TokenTile(NamedTuple):
 class TokenHeads(nnx.Module):
     """Keys, values and queries of a layer's tokens, the attention scale of each head, and the position strategy."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True, attention_scale: float = 1.0):
+    def __init__(
+        self, shape: DecoderShape, *, rngs: nnx.Rngs, with_positions: bool = True, attention_scale: float = 1.0
+    ):
         self.num_heads, self.head_size, self.w = shape.num_heads, shape.head_size, shape.window_length
         self.mask_empty_cache, self.for_kernel = shape.mask_empty_cache, shape.has_kernel
         d, inner = shape.model_width, shape.inner_width
@@ -84,7 +86,7 @@ class TokenHeads(nnx.Module):
         self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
 
     @staticmethod
-    def flops(shape: Shape) -> Flops:
+    def flops(shape: DecoderShape) -> Flops:
         """The operations of the projections of one token."""
         return Flops.of_products(2 * shape.model_width * 3 * shape.inner_width)
 
@@ -103,8 +105,8 @@ class TokenHeads(nnx.Module):
         return self.position.bias(self.num_heads, longest) * self.scale[:, None]
 
     def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
-        """The heads of vectors without positions: keys of unit length, values, and queries as in a `Tile`. What is not
-        used of the result is not computed in a compiled program."""
+        """The heads of vectors without positions: keys of unit length, values, and queries as in `WindowInputs`. A
+        compiled program leaves out those that nothing uses."""
         key, value, query = self.project(y)
         return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
 
@@ -116,7 +118,9 @@ class TokenHeads(nnx.Module):
         key, value, query = (split_heads(x, self.num_heads) for x in projected)
         return self.position.kept(key), value, self.position.kept(query)
 
-    def tile(self, y: Float[Array, "b n d"], at: At, cache: TokenCache) -> tuple[Tile, TokenCache]:
+    def segment(
+        self, y: Float[Array, "b n d"], context: LayerContext, cache: TokenCache
+    ) -> tuple[WindowInputs, TokenCache]:
         """The heads of a segment, from the layer's input after its norm, and the cache after the segment."""
         projected = self.key(y), self.value(y), self.query(y)
         # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
@@ -126,7 +130,7 @@ class TokenHeads(nnx.Module):
             # Computed by itself, so that the other blocks' keys get unit length only in the kernel.
             last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
         before_key, before_value = from_left((last_key, last_value), (cache.key, cache.value))
-        positions, read = at.count(cache.position, self.w)
+        positions, read = context.count(cache.position, self.w)
         previous_valid = positions > 0
         previous_key, previous_value = _block_before(key, before_key), _block_before(value, before_value)
         if not self.mask_empty_cache:
@@ -135,7 +139,7 @@ class TokenHeads(nnx.Module):
             previous_valid = jnp.ones_like(previous_valid)
         of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
         before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
-        tile = Tile(
+        inputs = WindowInputs(
             query=scaled(self.position.plain(query), self.attention_scale),
             before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
             block=KeysAndValues(self.position.plain(key), value),
@@ -146,11 +150,11 @@ class TokenHeads(nnx.Module):
             bias=self.bias(self.w),
             projected=Projected(projected[2], *projected[:2], *of_before),
         )
-        return tile, TokenCache(last_key, last_value, read)
+        return inputs, TokenCache(last_key, last_value, read)
 
-    def projected_keys(self, tile: Tile) -> tuple[ProjectedKeys, ProjectedKeys]:
+    def projected_keys(self, inputs: WindowInputs) -> tuple[ProjectedKeys, ProjectedKeys]:
         """Keys and values of the block before and of the block, as they are projected, for a kernel: [c, b, w, i]."""
-        positions, projected = tile.positions.T, tile.projected
+        positions, projected = inputs.positions.T, inputs.projected
 
         def with_before(x, cached):
             blocks = rearrange(x, "b (c w) i -> c b w i", w=self.w)
@@ -181,7 +185,7 @@ class TokenHeads(nnx.Module):
             return cache
         return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
 
-    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenTile, TokenCache]:
+    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenInputs, TokenCache]:
         """The heads of one token of every lane, and the cache with it."""
         key, value, query = self.project(y[:, None])
         offset, lanes = cache.position % self.w, jnp.arange(y.shape[0])
@@ -191,7 +195,7 @@ class TokenHeads(nnx.Module):
         # The distance of the token in ring column s is (offset - s - 1) % w + 1.
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
         seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
-        tile = TokenTile(
+        inputs = TokenInputs(
             query=scaled(self.position.plain(query), self.attention_scale),
             placed_query=self.placed_query(query, place),
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
@@ -206,7 +210,7 @@ class TokenHeads(nnx.Module):
             position=cache.position + 1,
             placed_key=placed,
         )
-        return tile, cache
+        return inputs, cache
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
@@ -221,10 +225,10 @@ def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w
 class WindowAttention(Mixer):
     """Attention of a layer's tokens to the window.
 
-    Memories that share its keys and values hold one, and call `attend` and `attend_token`, which also return the tile.
+    Memories that share its keys and values hold one, and call `attend` and `attend_token`.
     """
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, with_positions: bool = True):
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs, with_positions: bool = True):
         self.shape = shape
         self.heads = TokenHeads(shape, rngs=rngs, with_positions=with_positions)
         self.acts_at_blocks = self.heads.position.changes_keys
@@ -232,11 +236,11 @@ class WindowAttention(Mixer):
     def init_carry(self, b, dtype):
         return self.heads.init_cache(b, dtype)
 
-    def __call__(self, x, at, carry, dropout_key):
-        mixed, _, carry = self.attend(x, at, carry, dropout_key)
+    def __call__(self, x, context, carry, dropout_key):
+        mixed, _, carry = self.attend(x, context, carry, dropout_key)
         return tokens_of(mixed), carry
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         mixed, _, carry = self.attend_token(x, carry)
         return merge_heads(mixed)[:, 0], carry
 
@@ -246,21 +250,21 @@ class WindowAttention(Mixer):
     end_block = begin_decoding
 
     def attend(
-        self, x: Float[Array, "b n d"], at: At, cache: TokenCache, dropout_key: PRNGKeyArray | None
-    ) -> tuple[Float[Array, "b c h w k"], Tile, TokenCache]:
-        """The results of the tokens of a segment, by head, their tile, and the cache after them."""
-        tile, cache = self.heads.tile(x, at, cache)
+        self, x: Float[Array, "b n d"], context: LayerContext, cache: TokenCache, dropout_key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "b c h w k"], WindowInputs, TokenCache]:
+        """The results of the tokens of a segment, by head, their keys, values and queries, and the cache after them."""
+        inputs, cache = self.heads.segment(x, context, cache)
         w = self.shape.window_length
         rate = self.shape.dropout_rate
         kept = kept_by_dropout(dropout_key, rate, (self.shape.num_heads, w, w))
         if self.shape.has_kernel:
-            return self._attend_in_kernel(tile, kept), tile, cache
-        keys_and_values = tile.placed_key, tile.block.value, tile.placed_previous_key, tile.before.value
-        seen, multiplier = tile.before.visible, multiplier_of(kept, rate)
-        mixed = attend_window(tile.placed_query, *keys_and_values, tile.bias, seen, multiplier)
-        return mixed, tile, cache
+            return self._attend_in_kernel(inputs, kept), inputs, cache
+        keys_and_values = inputs.placed_key, inputs.block.value, inputs.placed_previous_key, inputs.before.value
+        seen, multiplier = inputs.before.visible, multiplier_of(kept, rate)
+        mixed = attend_window(inputs.placed_query, *keys_and_values, inputs.bias, seen, multiplier)
+        return mixed, inputs, cache
 
-    def _attend_in_kernel(self, tile: Tile, kept) -> Float[Array, "b c h w k"]:
+    def _attend_in_kernel(self, inputs: WindowInputs, kept) -> Float[Array, "b c h w k"]:
         shape, kernel = self.shape, KERNELS[self.shape.attention_kernel]
         w, k = shape.window_length, shape.head_size
         instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
@@ -275,10 +279,10 @@ class WindowAttention(Mixer):
                 f"window_length={w} and head_size={k}: {instead}"
             )
         mixed = kernel.attend(
-            tile.projected,
+            inputs.projected,
             self.heads.scale,
-            tile.bias,
-            tile.positions > 0,
+            inputs.bias,
+            inputs.positions > 0,
             kept,
             dropout_rate=shape.dropout_rate,
             mask_previous=shape.mask_empty_cache,
@@ -287,15 +291,15 @@ class WindowAttention(Mixer):
 
     def attend_token(
         self, x: Float[Array, "b d"], cache: TokenCache
-    ) -> tuple[Float[Array, "b h 1 k"], TokenTile, TokenCache]:
+    ) -> tuple[Float[Array, "b h 1 k"], TokenInputs, TokenCache]:
         """The same as `attend` for one token of every lane."""
-        tile, cache = self.heads.token(x, cache)
-        seen = tile.seen[:, None, None]
-        mixed = attend(tile.placed_query, tile.placed_key, tile.value, tile.bias[:, :, None], seen)
-        return mixed, tile, cache
+        inputs, cache = self.heads.token(x, cache)
+        seen = inputs.seen[:, None, None]
+        mixed = attend(inputs.placed_query, inputs.placed_key, inputs.value, inputs.bias[:, :, None], seen)
+        return mixed, inputs, cache
 
     @staticmethod
-    def flops(shape: Shape) -> Flops:
+    def flops(shape: DecoderShape) -> Flops:
         """The operations of full tiles of `w` queries by `2w` keys, although a query sees half of its tile."""
         attention = 2 * 2 * (2 * shape.window_length) * shape.inner_width
         return TokenHeads.flops(shape) + Flops.of_products(attention)
@@ -306,7 +310,7 @@ def tokens_of(*mixed: Float[Array, "b c h w k"]) -> Float[Array, "b n i"]:
     return rearrange(merge_heads(*mixed), "b c w i -> b (c w) i")
 
 
-def window_traits(shape: Shape) -> Traits:
+def window_traits(shape: DecoderShape) -> Traits:
     """The traits of a mixer that attends to the window."""
     return Traits(attends_to=lambda position: np.minimum(position, shape.window_length))
 

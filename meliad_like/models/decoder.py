@@ -20,7 +20,7 @@ from meliad_like.layers.basic import Linear, RMSNorm, embed, parameter, scores, 
 from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
-from meliad_like.mixers.base import MIXERS, Carry, Mixer, MixerConfig, Shape
+from meliad_like.mixers.base import MIXERS, Carry, DecoderShape, Mixer, MixerConfig
 from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import TokenCache
@@ -86,10 +86,10 @@ class StackConfig(ModelConfig):
         """The setting by which every segment begins with empty states; None: they pass from segment to segment."""
         return "DecoderConfig.clear_states=True" if self.clear_states else None
 
-    def shape_with(self, **derived: Any) -> Shape:
-        """The sizes of the decoder, with values for fields of `Shape` that the config does not have."""
-        same = (field.name for field in dataclasses.fields(Shape) if field.name not in derived)
-        return Shape(**derived, **{name: getattr(self, name) for name in same})
+    def shape_with(self, **derived: Any) -> DecoderShape:
+        """The sizes of the decoder, with values for fields of `DecoderShape` that the config does not have."""
+        same = (field.name for field in dataclasses.fields(DecoderShape) if field.name not in derived)
+        return DecoderShape(**derived, **{name: getattr(self, name) for name in same})
 
 
 @MODELS.register("decoder")
@@ -146,7 +146,7 @@ class DecoderConfig(StackConfig):
         return layer_indices(f"DecoderConfig.{name}", getattr(self, name), self.total_layers)
 
     @functools.cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> DecoderShape:
         """The sizes of the decoder, and the mixers and networks of its layers."""
         mixers, networks = zip(*map(self._parts, entries_by_layer(self.pattern, self.total_layers)))
         in_layers = {mixer: None for layer in mixers for mixer in layer}
@@ -236,7 +236,7 @@ class DecoderConfig(StackConfig):
 class Layer(Mixer):
     """A layer, with the methods of a mixer: it reads the output of the layer below, and its results are its own output.
 
-    In a pretrained decoder `At.published` has the vectors that are inserted.
+    In a pretrained decoder `LayerContext.published` has the vectors that are inserted.
     """
 
     def init_carry(self, b: int, dtype: Any) -> Carry:
@@ -255,7 +255,7 @@ class Layer(Mixer):
 class ResidualFeedForward(nnx.Module):
     """`x + feedforward(norm(x))`, or with `norm_after` `x + norm(feedforward(x))`."""
 
-    def __init__(self, config: FeedForwardConfig, shape: Shape, *, norm_after: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: FeedForwardConfig, shape: DecoderShape, *, norm_after: bool = False, rngs: nnx.Rngs):
         d, self.dropout_rate, self.norm_after = shape.model_width, shape.dropout_rate, norm_after
         self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
         self.network = config.build(d, shape.feedforward_width, bias=shape.feedforward_bias, rngs=rngs)
@@ -275,7 +275,7 @@ class DecoderLayer(Layer):
 
     def __init__(
         self,
-        shape: Shape,
+        shape: DecoderShape,
         index: int,
         *,
         doubled_input: bool = False,
@@ -299,7 +299,7 @@ class DecoderLayer(Layer):
         self.feedforward = ResidualFeedForward(network, shape, **order, rngs=rngs) if network else None
 
     @staticmethod
-    def flops(shape: Shape, index: int) -> Flops:
+    def flops(shape: DecoderShape, index: int) -> Flops:
         """The operations of one token in layer `index`."""
         network = shape.feedforwards[index]
         flops = network.flops(shape.model_width, shape.feedforward_width) if network else Flops(0, 0)
@@ -328,11 +328,11 @@ class DecoderLayer(Layer):
     def end_block(self, carry):
         return {name: self.mixers[name].end_block(carry[name]) for name in self.names}
 
-    def __call__(self, x, at, carry, dropout_key=None):
-        return self._read(x, carry, dropout_key, lambda mixer, x, carry, key: mixer(x, at, carry, key))
+    def __call__(self, x, context, carry, dropout_key=None):
+        return self._read(x, carry, dropout_key, lambda mixer, x, carry, key: mixer(x, context, carry, key))
 
-    def step(self, x, at, carry):
-        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.step(x, at, carry))
+    def step(self, x, context, carry):
+        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.step(x, context, carry))
 
     def _read(self, x, carry, dropout_key, read):
         """The layer's output, and the carry; `read(mixer, x, carry, key)` returns a mixer's results and carry."""

@@ -21,7 +21,7 @@ from meliad_like.layers.basic import fold_key, rematerialise, rematerialise_iter
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
-from meliad_like.mixers.base import At, count_by_block
+from meliad_like.mixers.base import LayerContext, count_by_block
 from meliad_like.models.config import ModelConfig, Remat
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
@@ -203,7 +203,12 @@ def block_positions(
 
 
 def apply_layers(
-    x: Array, groups: list[Group], carries: list[Any], at: At, keys: list[PRNGKeyArray | None], remat: Remat
+    x: Array,
+    groups: list[Group],
+    carries: list[Any],
+    context: LayerContext,
+    keys: list[PRNGKeyArray | None],
+    remat: Remat,
 ) -> tuple[list[Array], list[Any]]:
     """Applies layers one after the other to the whole segment: returns `x` and each layer's output, and the carries.
 
@@ -215,7 +220,7 @@ def apply_layers(
         layer, one, key = inputs
         call = rematerialise(type(layer).__call__, remat, inside_scan=inside_scan)
         with jax.named_scope("attention"):
-            x, one = call(layer, x, at, one, key)
+            x, one = call(layer, x, context, one, key)
         x = constrain(x, "lanes", None, None)
         return x, (x, one)
 
@@ -267,8 +272,8 @@ class BaseDecoder(nnx.Module):
         raise NotImplementedError
 
     def published(self, carry: Any, start: Bool[Array, " b"]) -> dict[str, Any]:
-        """The values that layers read before a block from the carries of other layers, in either form (`At.published`).
-        `start` are the lanes in which a document begins with the block."""
+        """The values that layers read before a block from the carries of other layers, in either form
+        (`LayerContext.published`). `start` are the lanes in which a document begins with the block."""
         del carry, start
         return {}
 
@@ -338,8 +343,8 @@ class BaseDecoder(nnx.Module):
         k, outputs, below, published = self.num_block_by_block, [x], [], {}
         if k:
             outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
-        groups, at = groups_of(self.layers[k:], self.scan_layers), At(positions, published)
-        (_, *above), layers = apply_layers(outputs[-1], groups, layers[k:], at, keys[k:-2], self.config.remat)
+        groups, context = groups_of(self.layers[k:], self.scan_layers), LayerContext(positions, published)
+        (_, *above), layers = apply_layers(outputs[-1], groups, layers[k:], context, keys[k:-2], self.config.remat)
         outputs, layers = [*outputs, *above], from_rightmost([*below, *layers])
         return outputs if every_layer else outputs[-1:], carry._replace(position=position, layers=layers)
 
@@ -377,8 +382,8 @@ class BaseDecoder(nnx.Module):
             published = jax.tree.map(
                 lambda y: y[:, None], self.published(DecoderCarry(position, layers), position == 0)
             )
-            at = At(position[:, None], published)
-            outputs, layers = apply_layers(x, groups, layers, at, folded, self.config.remat)
+            context = LayerContext(position[:, None], published)
+            outputs, layers = apply_layers(x, groups, layers, context, folded, self.config.remat)
             return layers, (outputs if every_layer else outputs[-1:], published)
 
         c = positions.shape[1]
@@ -400,11 +405,11 @@ class BaseDecoder(nnx.Module):
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         w, position = self.config.window_length, carry.position
         offset = block_offset(position, w, self.overlap)
-        at = At(position, self.published(carry, jnp.zeros_like(position, bool)))
+        context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = layer.step(outputs[-1], at, one)
+                x, one = layer.step(outputs[-1], context, one)
             outputs.append(x)
             layers.append(one)
         acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}

@@ -159,10 +159,10 @@ class ShortformerLayer(Layer):
         m, d = self.config.cache_length, self.config.model_width
         return ShortformerCarry(jnp.zeros((b, m, d), dtype) if m else None, jnp.zeros(b, jnp.int32))
 
-    def __call__(self, x, at, carry, dropout_key=None):
+    def __call__(self, x, context, carry, dropout_key=None):
         config, (b, w) = self.config, x.shape[:2]
         m = config.cache_length
-        num_cached = jnp.minimum(m, at.positions[:, 0])
+        num_cached = jnp.minimum(m, context.positions[:, 0])
         keys = split_key(dropout_key, 4)
         inputs = self.attention_norm(x)
         seen = inputs
@@ -178,10 +178,10 @@ class ShortformerLayer(Layer):
             multiplier=dropout_multiplier(keys[1], config.attention_dropout_rate, (b, config.num_heads, w, m + w)),
         )
         x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))
-        return x, ShortformerCarry(seen[:, w:] if m else None, at.positions[:, 0] + w)
+        return x, ShortformerCarry(seen[:, w:] if m else None, context.positions[:, 0] + w)
 
-    def step(self, x, at, carry):
-        w, m, position = self.config.window_length, self.config.cache_length, at.positions
+    def step(self, x, context, carry):
+        w, m, position = self.config.window_length, self.config.cache_length, context.positions
         offset = position % w
         num_cached = jnp.minimum(m, position - offset)
         inputs = self.attention_norm(x)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
-from meliad_like.mixers.base import Shape
+from meliad_like.mixers.base import DecoderShape
 from meliad_like.mixers.positions import POSITIONS
 from meliad_like.models.config import MODELS, ModelTraits
 from meliad_like.models.decoder import StackConfig
@@ -51,7 +51,7 @@ class MelodiConfig(StackConfig):
         return layer_indices("MelodiConfig.long_layers", self.long_layers, self.total_layers)
 
     @functools.cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> DecoderShape:
         """The sizes of the decoder, whose layers have no mixers."""
         n, no_kernels = self.total_layers, {"attention_kernel": "none", "recurrence_kernel": "none"}
         return self.shape_with(layers=((),) * n, feedforwards=(self.feedforward,) * n, **no_kernels)

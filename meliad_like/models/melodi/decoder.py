@@ -120,7 +120,7 @@ def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Flo
     near, far = by_distance[:, :lead], by_distance[:, lead:]
     cycle = jnp.concatenate([near[:, ::-1], jnp.zeros((h, rows)), far[:, ::-1]], axis=1)
     # A row begins one place further left in the cycle than the row above it.
-    by_row = jnp.tile(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
+    by_row = jnp.inputs(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
     return by_row.reshape(h, rows, -1)[..., :columns]
 
 
@@ -163,8 +163,8 @@ class MelodiLayer(Layer):
     def begin_segment(self, carry):
         return jax.tree.map(jnp.zeros_like, carry) if self.config.clear_states else carry
 
-    def __call__(self, x, at, carry, dropout_key=None):
-        positions, position = at.count(carry.position, self.shape.window_length)
+    def __call__(self, x, context, carry, dropout_key=None):
+        positions, position = context.count(carry.position, self.shape.window_length)
         (b, c), age = positions.shape, positions // self.shape.window_length
         token_key, summary_key, ring_key, windows_key = split_key(dropout_key, 4)
         windows = self._windows(x, age, token_key, summary_key)
@@ -333,21 +333,21 @@ class MelodiLayer(Layer):
         shown = self._filled(age) | (not self.shape.mask_empty_cache)
         return self._mix_long(result, query, (*carry.long_heads, shown), None)
 
-    def step(self, x, at, carry):
+    def step(self, x, context, carry):
         r, w, heads = self.config.short_length, self.shape.window_length, self.heads
         position = carry.window.position
         offset, age = position % w, position // w
-        tile, window = heads.token(self.norm(x), carry.window)
+        inputs, window = heads.token(self.norm(x), carry.window)
         distance = r + offset[:, None] - np.arange(r + w)
         bias = jnp.moveaxis(jnp.take(heads.bias(r + w), distance - 1, axis=1, mode="clip"), 0, 1)
         result = attend(
-            tile.placed_query,
-            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), tile.placed_key),
-            (carry.short_heads[1], tile.value),
+            inputs.placed_query,
+            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), inputs.placed_key),
+            (carry.short_heads[1], inputs.value),
             bias[:, :, None],
             ((distance > 0) & self._shown(age, r + w))[:, None, None],
         )
-        x = self._finish(x[:, None], self._mix_stored(result, tile.query, carry, age), None)[:, 0]
+        x = self._finish(x[:, None], self._mix_stored(result, inputs.query, carry, age), None)[:, 0]
         mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
         return x, carry._replace(window=window, mixed=mixed)
 
@@ -387,7 +387,7 @@ class Melodi(Stack):
     def _summaries(self, *batch: int) -> Float[Array, "*batch u d"]:
         """The summary tokens before the first layer."""
         # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
-        return jnp.tile(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
+        return jnp.inputs(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
 
     def embed(self, tokens, position, dropout_key):
         """The embedding vectors of a token, or of the windows of a segment with their summary tokens."""

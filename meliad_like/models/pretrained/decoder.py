@@ -36,7 +36,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
-from meliad_like.mixers.base import At
+from meliad_like.mixers.base import LayerContext
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer
 from meliad_like.models.model import BaseDecoder, DecoderCarry, apply_layers, block_offset, block_positions, groups_of
@@ -64,7 +64,7 @@ class Block(Layer):
     """Causal attention and a feed-forward network, each after a norm and added to the residual stream.
 
     Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama), with grouped heads (Ainslie et al. 2023). The vectors
-    inserted into the window, `At.published["inserted"]`, are keys and values but not queries.
+    inserted into the window, `LayerContext.published["inserted"]`, are keys and values but not queries.
     """
 
     def __init__(self, config: PretrainedConfig, index: int, *, rngs):
@@ -99,10 +99,10 @@ class Block(Layer):
     def carry_axes(self, carry):
         return jax.tree.map(lambda _: ("lanes",), carry)
 
-    def __call__(self, x, at, carry, dropout_key=None):
+    def __call__(self, x, context, carry, dropout_key=None):
         """Reads a segment, as any `Layer`. A carry in its form for decoding gets the keys and values of the last
         window."""
-        positions = at.positions
+        positions = context.positions
         c = positions.shape[1]
         keys = split_key(dropout_key, 3)
         windows = rearrange(self.attention_norm(x), "b (c w) d -> (b c) w d", c=c)
@@ -113,11 +113,11 @@ class Block(Layer):
             carry = KeyValueCache(*last)
         offset = np.arange(w)
         visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (windows.shape[0], w, w))
-        mixed = self._attend(query, key, value, visible, at, positions.reshape(-1) > 0, keys[0])
+        mixed = self._attend(query, key, value, visible, context, positions.reshape(-1) > 0, keys[0])
         return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
 
-    def step(self, x, at, carry: KeyValueCache):
-        position = at.positions
+    def step(self, x, context, carry: KeyValueCache):
+        position = context.positions
         w = self.config.window_length
         offset, lanes = block_offset(position, w, self.config.overlap), jnp.arange(x.shape[0])
         query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
@@ -125,7 +125,7 @@ class Block(Layer):
             carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
         )
         visible = self._sees(offset[:, None], jnp.arange(w))[:, None]
-        mixed = self._attend(query, *carry, visible, at, position >= w, None)
+        mixed = self._attend(query, *carry, visible, context, position >= w, None)
         return self._finish(x, mixed[:, 0], None, None), carry
 
     def _sees(self, query, key):
@@ -143,9 +143,9 @@ class Block(Layer):
             query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
         return query, key, value
 
-    def _attend(self, query, key, value, visible, at, present: Bool[Array, " l"], dropout_key):
+    def _attend(self, query, key, value, visible, context, present: Bool[Array, " l"], dropout_key):
         """Attention to the tokens of the window, and to the inserted vectors in windows where they are present."""
-        inserted = at.published["inserted"] if self.has_insertions else None
+        inserted = context.published["inserted"] if self.has_insertions else None
         if inserted is not None:
             vectors, g = inserted.astype(query.dtype), self.config.num_key_value_heads
             assert self.config.summary is not None
@@ -263,8 +263,11 @@ class PretrainedDecoder(BaseDecoder):
         """`read_window` with the caches that the window fills while decoding."""
         keys = split_key(dropout_key, len(self.blocks) + 2)
         x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
-        at, groups = At(position[:, None], {"inserted": inserted}), groups_of(self.layers, self.scan_layers)
-        return apply_layers(x, groups, caches, at, keys[:-2], self.config.remat)
+        context, groups = (
+            LayerContext(position[:, None], {"inserted": inserted}),
+            groups_of(self.layers, self.scan_layers),
+        )
+        return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
         """`BaseDecoder.read_while_decoding`; where windows overlap, tokens are read one by one."""
