@@ -33,15 +33,18 @@ from meliad_like.mixers.positions import Infused, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model, groups_of
+from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.models.shortformer import ShortformerConfig
 
-SLIDE = DecoderConfig(
-    num_layers=2,
-    model_width=16,
-    num_heads=2,
-    head_size=8,
-    feedforward_width=24,
-    window_length=W,
-)
+SIZES = {
+    "num_layers": 2,
+    "model_width": 16,
+    "num_heads": 2,
+    "head_size": 8,
+    "feedforward_width": 24,
+    "window_length": W,
+}
+SLIDE = DecoderConfig(**SIZES)
 
 
 CONFIGS = {
@@ -73,6 +76,10 @@ CONFIGS |= {
     "memory and states": with_mixer(SKIP, MEMORY, (0,)),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
     "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
+}
+OTHER_FAMILIES = {
+    "shortformer": ShortformerConfig(**SIZES, cache_length=W, cutoffs=(10, 20), band_factor=2),
+    "llama": PretrainedConfig(**SIZES, num_key_value_heads=1, max_positions=W, architecture="llama", activation="silu"),
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mixers are in test_mixers.py.
@@ -271,15 +278,18 @@ def test_what_is_computed_otherwise_on_accelerators_is_the_same(name, monkeypatc
         pytest.param("scanned", "dots", [1, 2], marks=pytest.mark.exhaustive),
         pytest.param("scanned", "layers", [1, 2], marks=pytest.mark.exhaustive),
         pytest.param("scanned feedback", "none", [2, 1], marks=pytest.mark.exhaustive),
+        ("shortformer", "none", [2]),
+        pytest.param("llama", "none", [2], marks=pytest.mark.exhaustive),
     ],
 )
 def test_scanned_layers_equal_unrolled_ones(name, remat, sizes):
     """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
-    scanned, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2, remat=remat))
+    config = (CONFIGS | OTHER_FAMILIES)[name]
+    scanned, params = make(dataclasses.replace(config, dropout_rate=0.2, remat=remat, scan_layers=True))
     unrolled = Model(dataclasses.replace(scanned.config, scan_layers=False), V)
-    for model, expected in ((scanned, sizes), (unrolled, [1, 1, 1])):
+    for model, expected in ((scanned, sizes), (unrolled, [1] * config.num_layers)):
         module = model.bind(params)
-        assert [group.size for group in groups_of(module.layers, module.scan_layers)] == expected
+        assert [group.size for group in groups_of(module.layers, module.config.scan_layers)] == expected
     assert scanned.axes == unrolled.axes
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(compare, *(compiled_losses_and_gradient(model)(params) for model in (scanned, unrolled)))

@@ -101,6 +101,8 @@ class ModelConfig:
     remat: Remat = resumable("none")
     """The part of the forward pass that the backward pass computes again: nothing (`none`), all but matrix products
     (`dots`), or whole layers (`layers`)."""
+    scan_layers: bool = resumable(False)
+    """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
 
     def __post_init__(self):
         check_choices(self)

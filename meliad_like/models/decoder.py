@@ -68,8 +68,6 @@ class StackConfig(ModelConfig):
     """Whether the empty cache is masked for a document's first tokens. In the reference they attend to zeros."""
     clear_states: bool = False
     """Whether every segment begins with empty states, which measures their value beyond a segment. The window stays."""
-    scan_layers: bool = resumable(False)
-    """Whether consecutive layers of the same form are one `jax.lax.scan`, a smaller program. Decoding is not."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -373,20 +371,13 @@ class Stack(BaseDecoder):
     config: StackConfig
 
     def __init__(self, config: StackConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
-        self.config, self.scan_layers = config, config.scan_layers
+        self.config = config
         self.logit_scale = config.model_width**-0.5 if config.logit_scale is None else config.logit_scale
-        shape = (vocabulary_size, config.model_width)
-        self.embedding = parameter(
-            rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table"
-        )
+        table = jax.nn.initializers.normal(1.0), (vocabulary_size, config.model_width), ("vocabulary", "model"), "table"
+        self.embedding = parameter(rngs.params(), *table)
         self.layers = nnx.List(self.make_layers(rngs))
         self.final_norm = RMSNorm(config.model_width, config.norm_epsilon, rngs=rngs)
-        output_embedding = (
-            None
-            if config.tied_embedding
-            else parameter(rngs.params(), jax.nn.initializers.normal(1.0), shape, ("vocabulary", "model"), "table")
-        )
-        self.output_embedding = output_embedding
+        self.output_embedding = None if config.tied_embedding else parameter(rngs.params(), *table)
 
     def make_layers(self, rngs: nnx.Rngs) -> Iterable[Layer]:
         """The layers, with fresh parameters."""

@@ -250,10 +250,6 @@ class BaseDecoder(nnx.Module):
     num_block_by_block = 0
     """The number of layers, from the first one on, that all read a block before the next block. The layers above them
     read the whole segment at once."""
-    scan_layers = False
-    """Whether consecutive layers of the same form are one `jax.lax.scan`."""
-    overlap = 0
-    """The number of tokens of the block before that a block repeats."""
     target_scores: Callable[..., TokenLosses] | None = None
     """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
 
@@ -336,14 +332,14 @@ class BaseDecoder(nnx.Module):
         keys = split_key(dropout_key, len(self.layers) + 2)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
-        positions, position = block_positions(carry.position, start, w, self.overlap)
+        positions, position = block_positions(carry.position, start, w, self.config.traits.overlap)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
         k, outputs, below, published = self.num_block_by_block, [x], [], {}
         if k:
             outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
-        groups, context = groups_of(self.layers[k:], self.scan_layers), LayerContext(positions, published)
+        groups, context = groups_of(self.layers[k:], self.config.scan_layers), LayerContext(positions, published)
         (_, *above), layers = apply_layers(outputs[-1], groups, layers[k:], context, keys[k:-2], self.config.remat)
         outputs, layers = [*outputs, *above], from_rightmost([*below, *layers])
         return outputs if every_layer else outputs[-1:], carry._replace(position=position, layers=layers)
@@ -374,7 +370,7 @@ class BaseDecoder(nnx.Module):
         """Applies the first layers, which have these carries and keys, to a block before the next block. Returns the
         outputs as `apply_layers` (or only the last), the carries, and what the layers publish before each block."""
         # Here parameters are stacked once, not in every iteration.
-        groups = groups_of(self.layers[: len(layers)], self.scan_layers)
+        groups = groups_of(self.layers[: len(layers)], self.config.scan_layers)
 
         def step(layers, block):
             x, position, number = block
@@ -404,7 +400,7 @@ class BaseDecoder(nnx.Module):
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         w, position = self.config.window_length, carry.position
-        offset = block_offset(position, w, self.overlap)
+        offset = block_offset(position, w, self.config.traits.overlap)
         context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
