@@ -36,7 +36,7 @@ from meliad_like.experiments.tables.table import configure
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.dot_product_attention import DotProductAttention
+from meliad_like.mixers.dot_product_attention import DotProductAttention, LocalAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
@@ -87,12 +87,14 @@ EXAMPLES = {
     "mamba2": Example(Mamba2(head_size=4, state_size=4, num_groups=2), "mixer/mamba2.gin"),
     "retention": Example(Retention(), "mixer/retention.gin", sizes=FEWER_HEADS),
     "lightning_attention": Example(LightningAttention(), "mixer/lightning.gin"),
-    # A span that ends inside a block.
+    # A span that ends inside a block, and a shorter one in another layer.
     "dot_product_attention": Example(
         DotProductAttention(span=2 * W - 1, num_key_heads=2, norm="head", gate=True, rotary_share=0.5),
         "mixer/qwen3_5.gin",
+        (LocalAttention(span=W - 1, rotary_base=10.0),),
         sizes=FEWER_HEADS,
     ),
+    "local_attention": Example(LocalAttention(span=W + 1), "mixer/local_attention.gin", sizes=FEWER_HEADS),
     "melodi": Example(
         MelodiConfig(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",
@@ -100,10 +102,9 @@ EXAMPLES = {
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
 }
 SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
-# Lightning attention is retention with other constants (test_retention.py).
-MARKED = {
-    name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "lightning_attention")) for name in EXAMPLES
-}
+# They are others with other constants: retention (test_retention.py), and attention to a longer span.
+SAME = ("lightning_attention", "local_attention")
+MARKED = {name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SAME)) for name in EXAMPLES}
 of_each_mixer = pytest.mark.parametrize("name", MARKED.values())
 # In the second of two layers, which may also have a window, and in both layers alone.
 alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a window", "alone"])

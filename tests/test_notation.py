@@ -7,7 +7,9 @@ import pytest
 
 from meliad_like import config
 from meliad_like.errors import UserError
+from meliad_like.layers.rotary import LinearScaling, RotaryScaling, YarnScaling
 from meliad_like.mixers.base import MIXERS
+from meliad_like.mixers.dot_product_attention import DotProductAttention, LocalAttention
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
@@ -138,7 +140,17 @@ def test_a_smaller_model_keeps_all_kinds_of_layers():
             {"mixers": (GatedDeltaRule(conv_length=2),)},
             "has no effect: DecoderConfig.pattern does not name gated",
         ),
-        ({"mixers": (SlidingWindow(), SlidingWindow())}, "two configs of the same class"),
+        ({"mixers": (GatedDeltaRule(), GatedDeltaRule(conv_length=2))}, "two different GatedDeltaRule: a decoder has"),
+        # gin binds a scaling's factor by the scaling's class.
+        (
+            {
+                "mixers": (
+                    DotProductAttention(rotary_scaling=LinearScaling(8.0)),
+                    LocalAttention(rotary_scaling=LinearScaling(4.0)),
+                )
+            },
+            "two different LinearScaling",
+        ),
     ],
 )
 def test_mistakes(changes, message):
@@ -200,3 +212,18 @@ def test_a_method_added_to_the_quickstart_is_that_method_or_an_error_that_names_
         assert set(map(type, added.mixers)) == set(map(type, alone.mixers))
     with pytest.raises(UserError, match=both):
         config.parse(["quickstart.gin", method], deep)
+
+
+def test_windows_and_a_longer_span_are_bound_alone_or_together():
+    run = config.parse(
+        ["mixer/local_attention.gin"],
+        [
+            "DotProductAttention.span = 5000",
+            "SpanAttentionConfig.norm = 'all'",
+            "LocalAttention.rotary_scaling = 'yarn'",
+        ],
+    )
+    full, window = (run.model.mixer(kind) for kind in (DotProductAttention, LocalAttention))
+    assert (full.span, full.norm, full.rotary_base, full.rotary_scaling) == (5000, "all", 1e6, RotaryScaling())
+    assert (window.span, window.norm, window.rotary_base, window.rotary_scaling) == (1024, "all", 1e4, YarnScaling())
+    assert config.rebuild(config.RunConfig, config.bound_values(run)) == run

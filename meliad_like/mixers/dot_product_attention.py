@@ -10,6 +10,7 @@ blocks: so angles never grow with the document, and no cached key is ever rotate
 heads of keys, `j` the number of heads of queries that share one, and `ring` the number of blocks in the cache.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ class AttentionCache(NamedTuple):
 class SpanAttention(Mixer):
     """Attention of a layer's tokens to a span of tokens."""
 
-    def __init__(self, config: "DotProductAttention", shape: DecoderShape, *, rngs: nnx.Rngs):
+    def __init__(self, config: "SpanAttentionConfig", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.w, self.ring = shape.window_length, config.ring(shape)
         h, g, k, d = shape.num_heads, config.key_heads(shape), shape.head_size, shape.model_width
@@ -198,9 +199,10 @@ def _each_block(turns: Turns) -> Turns:
     return Turns(*(y[:, None] for y in turns))
 
 
-@MIXERS.register("dot_product_attention")
-class DotProductAttention(MixerConfig):
-    """Attention to the last `span` tokens, with `DecoderConfig.num_heads` heads of queries."""
+@dataclasses.dataclass(frozen=True)
+class SpanAttentionConfig(MixerConfig):
+    """Attention to the last `span` tokens, with `DecoderConfig.num_heads` heads of queries. A field that is bound by
+    the name of this class is bound for both kinds."""
 
     span: int = size(2048, "length")
     """The number of tokens that a token sees, itself included, of its document."""
@@ -230,17 +232,17 @@ class DotProductAttention(MixerConfig):
         check_positive(self, ("span",))
         check_not_negative(self, ("num_key_heads", "norm_epsilon"))
         if not 0 <= self.rotary_share <= 1:
-            raise UserError(f"DotProductAttention.rotary_share={self.rotary_share} must be between 0 and 1")
+            raise UserError(f"{type(self).__name__}.rotary_share={self.rotary_share} must be between 0 and 1")
         if self.rotary_scaling.extends_windows:
-            name = ROTARY_SCALINGS.name_of(self.rotary_scaling)
-            raise UserError(f"DotProductAttention.rotary_scaling={name!r} depends on a text's length, and spans don't")
+            name = f"{type(self).__name__}.rotary_scaling={ROTARY_SCALINGS.name_of(self.rotary_scaling)!r}"
+            raise UserError(f"{name} depends on a text's length, and spans don't")
 
     def check(self, shape):
         if shape.num_heads % self.key_heads(shape):
-            name = f"DotProductAttention.num_key_heads={self.num_key_heads}"
+            name = f"{type(self).__name__}.num_key_heads={self.num_key_heads}"
             raise UserError(f"num_heads={shape.num_heads} must be a multiple of {name}")
         if (turning := self.rotary_size(shape)) % 2:
-            name = f"DotProductAttention.rotary_share={self.rotary_share}"
+            name = f"{type(self).__name__}.rotary_share={self.rotary_share}"
             raise UserError(f"{name} of head_size={shape.head_size} is {turning} channels, which must be even")
 
     def key_heads(self, shape: DecoderShape) -> int:
@@ -273,3 +275,16 @@ class DotProductAttention(MixerConfig):
             sequential_because="a span of attention reaches into more than the block before",
             output_bias=self.output_bias,
         )
+
+
+@MIXERS.register("dot_product_attention")
+class DotProductAttention(SpanAttentionConfig):
+    """Attention to a long span, or to all that is cached."""
+
+
+@MIXERS.register("local_attention")
+class LocalAttention(SpanAttentionConfig):
+    """Attention to a window, in stacks in which it takes turns with attention to a longer span."""
+
+    span: int = size(512, "length")
+    """The number of tokens that a token sees, itself included, of its document."""

@@ -6,6 +6,7 @@ attention take turns. Block-Recurrent Transformers, section 3; block feedback, a
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -27,7 +28,7 @@ from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
 from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer
-from meliad_like.registry import Registry, bound_values, kind_field, may_change, names_in, resumable, size
+from meliad_like.registry import Registry, bound_values, configs_in, kind_field, may_change, names_in, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative, layer_indices
 
 zeros = jax.nn.initializers.zeros
@@ -157,8 +158,10 @@ class DecoderConfig(StackConfig):
         """The configs of a registry that `pattern` names: those given, or the defaults. They are in the order of their
         names, so that equal decoders are equal configs."""
         configs, names = {registry.name_of(config): config for config in given}, set(names_in(self.pattern))
-        if len(configs) < len(given):
-            raise UserError(f"{given} has two configs of the same class")
+        inside: dict[type, Any] = {}
+        for part in itertools.chain.from_iterable(map(configs_in, given)):
+            if inside.setdefault(type(part), part) != part:
+                raise UserError(f"{given} has two different {type(part).__name__}: a decoder has one of a class")
         for name, config in configs.items():
             if name not in names and config != type(config)():
                 raise UserError(f"{config} has no effect: DecoderConfig.pattern does not name {name}")
