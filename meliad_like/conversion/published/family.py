@@ -120,12 +120,37 @@ Places = Mapping[str, Part | Sequence[Part]]
 """The place of each of our parameters by its path, or the places of its parts along the first axis."""
 
 
+def linear(
+    ours: str, theirs: str, factor: float = 1.0, rows: Sequence[int] | None = None, of_input: float = 1.0
+) -> dict[str, Part]:
+    """The places of a linear map's kernel and bias. `factor` multiplies its results, and `of_input` its input."""
+    return {
+        f"{ours}/kernel": Part(f"{theirs}.weight", KERNEL, rows, factor * of_input),
+        f"{ours}/bias": Part(f"{theirs}.bias", rows=rows, factor=factor),
+    }
+
+
+def gated_network(ours: str, theirs: str, *, gate: float = 1.0, output: float = 1.0) -> dict[str, Part]:
+    """The places of a gated network's parameters; `gate` and `output` are factors on their results."""
+    return (
+        linear(f"{ours}gate", f"{theirs}gate_proj", gate)
+        | linear(f"{ours}hidden", f"{theirs}up_proj")
+        | linear(f"{ours}output", f"{theirs}down_proj", output)
+    )
+
+
 class Family:
     """A family of published models. `register` adds it to `FAMILIES`."""
 
     model_types: tuple[str, ...]
-    harmless: tuple[str, ...] = ()
-    """Fields of config.json without an effect on the model, in addition to those of all formats."""
+    embedding, final_norm, layers = "model.embed_tokens", "model.norm", "model.layers"
+    """The names of modules in the file: those outside of layers, and the list of layers."""
+    norms = "input_layernorm", "post_attention_layernorm"
+    """A layer's norm of the mixers, and that of the network."""
+    network = "mlp"
+    """A layer's gated network."""
+    norm_offset = 0.0
+    """The number that is added to the weights of these norms."""
 
     def normal_form(self, saved: dict[str, Any], owner: str) -> dict[str, Any]:
         """The config.json from which the family reads and which it writes."""
@@ -145,9 +170,27 @@ class Family:
         """The decoder."""
         raise NotImplementedError
 
-    def places(self, fields: Fields, config: DecoderConfig) -> Places:
-        """The places of all parameters."""
+    def in_layer(
+        self, fields: Fields, config: DecoderConfig, mixers: Sequence[Any], ours: str, theirs: str
+    ) -> dict[str, Any]:
+        """The places of a layer's mixers and output, and what differs from the class's names. `ours` and `theirs` are
+        the beginnings of all names in the layer."""
         raise NotImplementedError
+
+    def places(self, fields: Fields, config: DecoderConfig) -> Places:
+        """The places of all parameters; those that the decoder lacks are not used."""
+        places: dict[str, Any] = {
+            "embedding": Part(f"{self.embedding}.weight"),
+            "output_embedding": Part("lm_head.weight"),
+            "final_norm/scale": Part(f"{self.final_norm}.weight", offset=self.norm_offset),
+        }
+        for i, mixers in enumerate(config.shape.layers):
+            ours, theirs = f"layers/{i}/", f"{self.layers}.{i}."
+            for path, norm in zip(("norm", "feedforward/norm"), self.norms):
+                places[f"{ours}{path}/scale"] = Part(f"{theirs}{norm}.weight", offset=self.norm_offset)
+            places |= gated_network(f"{ours}feedforward/network/", f"{theirs}{self.network}.")
+            places |= self.in_layer(fields, config, mixers, ours, theirs)
+        return places
 
 
 def parts_of(places: Places, path: str) -> Sequence[Part]:

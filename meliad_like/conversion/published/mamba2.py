@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, number, register
-from meliad_like.conversion.published.parts import BLOCK, linear
+from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear, number, register
+from meliad_like.conversion.published.parts import BLOCK
+from meliad_like.errors import UserError
+from meliad_like.mixers.base import DecoderShape
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.models.decoder import DecoderConfig
 
@@ -16,27 +18,56 @@ def step_limits(fields: Fields) -> dict[str, float | None]:
     return {"min_step": smallest, "max_step": None if largest == math.inf else largest}
 
 
+def recurrence(fields: Fields, width: int | None = None, **others: Any) -> Mamba2:
+    """The mixer by the fields of hybrid models, which begin with `mamba_`, and by these of our config. `width` is that
+    of the values, if a field says it."""
+    d, heads, state_size, groups, taps = fields.sizes(
+        "hidden_size", "mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"
+    )
+    expanded, size, bias = (
+        fields("mamba_expand", int, 2) * d,
+        fields("mamba_d_head", int | str, "auto"),
+        fields("mamba_proj_bias", bool, False),
+    )
+    width = expanded if width is None else width
+    size = width // heads if size == "auto" else size
+    if size * heads != width:
+        raise UserError(f"{fields.owner}: the width of Mamba-2, {width}, must be {heads} times mamba_d_head={size}")
+    fields.without_effect("mamba_chunk_size")
+    usual = {"input_bias": bias, "output_bias": bias, "conv_bias": fields("mamba_conv_bias", bool, True)}
+    sizes = {"num_heads": heads, "head_size": size, "state_size": state_size, "num_groups": groups}
+    return Mamba2(**sizes, conv_length=taps, **usual | step_limits(fields) | others)
+
+
 def places_of_mamba2(
-    mixer: Mamba2, width: int, ours: str, theirs: str, factors: Sequence[float] = (1.0,) * 5, of_input: float = 1.0
+    mixer: Mamba2,
+    shape: DecoderShape,
+    ours: str,
+    theirs: str,
+    factors: Sequence[float] = (1.0,) * 5,
+    *,
+    of_input: float = 1.0,
+    of_output: float = 1.0,
 ) -> dict[str, Any]:
-    """The places of the parameters of a mixer, whose values have this width. `ours` and `theirs` are the beginnings of
-    names; the factors are those of the results of the input projection, gates, values, keys, queries and steps, and
-    of its input."""
-    of_groups, h = mixer.of_groups, width // mixer.head_size
-    names, sizes = ("gate", "value", "key", "query", "step_size"), (width, width, of_groups, of_groups, h)
-    places: dict[str, Any] = {}
+    """The places of a layer's mixer and output, as `places_of_attention`. The factors are those of the results of the
+    input projection, gates, values, keys, queries and steps, and of its input."""
+    path, width, of_groups = f"{ours}mixers/mamba2/", mixer.width(shape), mixer.of_groups
+    names, sizes = (
+        ("gate", "value", "key", "query", "step_size"),
+        (width, width, of_groups, of_groups, width // mixer.head_size),
+    )
+    places: dict[str, Any] = linear(f"{ours}output", f"{theirs}out_proj", of_output)
     first = 0
     for name, size, factor in zip(names, sizes, factors, strict=True):
-        rows = range(first, first + size)
-        places |= linear(f"{ours}{name}", f"{theirs}in_proj", factor, rows, of_input)
+        places |= linear(f"{path}{name}", f"{theirs}in_proj", factor, range(first, first + size), of_input)
         first += size
     return places | {
-        f"{ours}filters": Part(f"{theirs}conv1d.weight", FILTERS),
-        f"{ours}filter_bias": Part(f"{theirs}conv1d.bias"),
-        f"{ours}log_rate": Part(f"{theirs}A_log"),
-        f"{ours}step_bias": Part(f"{theirs}dt_bias"),
-        f"{ours}skip": Part(f"{theirs}D"),
-        f"{ours}norm_scale": Part(f"{theirs}norm.weight"),
+        f"{path}filters": Part(f"{theirs}conv1d.weight", FILTERS),
+        f"{path}filter_bias": Part(f"{theirs}conv1d.bias"),
+        f"{path}log_rate": Part(f"{theirs}A_log"),
+        f"{path}step_bias": Part(f"{theirs}dt_bias"),
+        f"{path}skip": Part(f"{theirs}D"),
+        f"{path}norm_scale": Part(f"{theirs}norm.weight"),
     }
 
 
@@ -45,6 +76,8 @@ class Mamba2Family(Family):
     """Layers of Mamba-2 alone."""
 
     model_types = ("mamba2",)
+    embedding, final_norm, layers = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
+    norms = ("norm",)
 
     def name(self, tensor, config):
         # Older files.
@@ -93,18 +126,5 @@ class Mamba2Family(Family):
             window_length=BLOCK,
         )
 
-    def places(self, fields, config):
-        [mixer] = config.mixers
-        places: dict[str, Any] = {
-            "embedding": Part("backbone.embeddings.weight"),
-            "output_embedding": Part("lm_head.weight"),
-            "final_norm/scale": Part("backbone.norm_f.weight"),
-        }
-        for i in range(config.num_layers):
-            ours, theirs = f"layers/{i}/", f"backbone.layers.{i}."
-            places |= {
-                f"{ours}norm/scale": Part(f"{theirs}norm.weight"),
-                **linear(f"{ours}output", f"{theirs}mixer.out_proj"),
-                **places_of_mamba2(mixer, mixer.width(config.shape), f"{ours}mixers/mamba2/", f"{theirs}mixer."),
-            }
-        return places
+    def in_layer(self, fields, config, mixers, ours, theirs):
+        return places_of_mamba2(mixers[0], config.shape, ours, f"{theirs}mixer.")

@@ -1,13 +1,19 @@
-"""Functions that several families share: places of parameters, positions and kinds of layers."""
+"""Functions that several families share: decoders, mixers and their parameters, positions and kinds of layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from meliad_like.config import fit
 from meliad_like.conversion.pretrained_formats import read_scaling
-from meliad_like.conversion.published.family import KERNEL, Fields, Part
+from meliad_like.conversion.published.family import FILTERS, Fields, Part, linear
 from meliad_like.errors import UserError
 from meliad_like.layers.rotary import RotaryScaling
+from meliad_like.mixers.base import MIXERS, DecoderShape, MixerConfig
+from meliad_like.mixers.dot_product_attention import DotProductAttention
+from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
+from meliad_like.models.decoder import DecoderConfig
 
 BLOCK = 128
 """The default number of tokens of a block, with which documents may begin."""
@@ -18,23 +24,53 @@ MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """Fields of rotary positions of pictures. Positions of text are the usual ones."""
 
 
-def linear(
-    ours: str, theirs: str, factor: float = 1.0, rows: Sequence[int] | None = None, of_input: float = 1.0
-) -> dict[str, Part]:
-    """The places of a linear map's kernel and bias. `factor` multiplies its results, and `of_input` its input."""
-    return {
-        f"{ours}/kernel": Part(f"{theirs}.weight", KERNEL, rows, factor * of_input),
-        f"{ours}/bias": Part(f"{theirs}.bias", rows=rows, factor=factor),
+def attention(fields: Fields, **others: Any) -> DotProductAttention:
+    """Full attention by the usual fields, and by these of our config."""
+    bias, heads = fields("attention_bias", bool, False), fields("num_attention_heads", int)
+    usual = {"span": FULL_SPAN, "input_bias": bias, "output_bias": bias}
+    return DotProductAttention(**usual | {"num_key_heads": fields("num_key_value_heads", int, heads)} | others)
+
+
+def places_of_attention(
+    mixer: MixerConfig,
+    ours: str,
+    theirs: str,
+    *,
+    of_keys: float = 1.0,
+    of_input: float = 1.0,
+    of_output: float = 1.0,
+    norm_offset: float = 0.0,
+) -> dict[str, Any]:
+    """The places of a layer's attention and output, with factors on keys, input and output. `ours` is the beginning of
+    the layer's names, and `theirs` of those of their module."""
+    path = f"{ours}mixers/{MIXERS.name_of(mixer)}/"
+    places = linear(f"{ours}output", f"{theirs}o_proj", of_output)
+    for name, factor in (("query", 1.0), ("key", of_keys), ("value", 1.0)):
+        places |= linear(f"{path}{name}", f"{theirs}{name[0]}_proj", factor, of_input=of_input)
+    for name in ("query", "key"):
+        places[f"{path}{name}_scale"] = Part(f"{theirs}{name[0]}_norm.weight", offset=norm_offset)
+    return places
+
+
+def places_of_delta_rule(
+    mixer: GatedDeltaRule, shape: DecoderShape, ours: str, theirs: str, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The places of a layer's gated delta rule and output, as `places_of_attention`. `names` are their modules by ours;
+    queries, keys and values may be one."""
+    path, (g, h, k, p, *_) = f"{ours}mixers/gated_delta_rule/", mixer.sizes(shape)
+    rows = np.split(np.arange(2 * g * k + h * p), [g * k, 2 * g * k])
+    joint = names["query"] == names["key"]
+    places: dict[str, Any] = linear(f"{ours}output", f"{theirs}{names['output']}")
+    for name, of_name in zip(("query", "key", "value"), rows):
+        places |= linear(f"{path}{name}", f"{theirs}{names[name]}", rows=of_name if joint else None)
+        places[f"{path}{name}_filter"] = Part(f"{theirs}conv1d.weight", FILTERS, of_name)
+    for name in ("gate", "strength", "decay"):
+        places |= linear(f"{path}{name}", f"{theirs}{names[name]}")
+    return places | {
+        f"{path}log_rate": Part(f"{theirs}A_log"),
+        f"{path}step_bias": Part(f"{theirs}dt_bias"),
+        f"{path}norm_scale": Part(f"{theirs}{names['norm']}.weight"),
     }
-
-
-def gated_network(ours: str, theirs: str, *, gate: float = 1.0, output: float = 1.0) -> dict[str, Part]:
-    """The places of a gated network's parameters; `gate` and `output` are factors on their results."""
-    return (
-        linear(f"{ours}gate", f"{theirs}gate_proj", gate)
-        | linear(f"{ours}hidden", f"{theirs}up_proj")
-        | linear(f"{ours}output", f"{theirs}down_proj", output)
-    )
 
 
 def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:
@@ -47,6 +83,7 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0) -> dic
         if name in fields.saved:
             saved.setdefault(name, fields.saved[name])
         fields.without_effect(name)
+    fields.without_effect("max_position_embeddings")
     for name in MULTIMODAL:
         saved.pop(name, None)
     theta, share = saved.pop("rope_theta", base), saved.pop("partial_rotary_factor", share)
@@ -58,6 +95,22 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0) -> dic
     return {name: fit(value, float, f"{owner}: {name}") for name, value in numbers.items()} | {
         "rotary_scaling": scaling
     }
+
+
+def stack(
+    fields: Fields, kinds: Sequence[str], mixers: Mapping[str, MixerConfig], *, tied: bool = False, **others: Any
+) -> DecoderConfig:
+    """The decoder whose layers are of these kinds, with a gated network in each. `mixers` are those of the kinds,
+    `tied` is whether logits share the embedding where the file doesn't say it, `others` are further fields."""
+    entries = [f"{MIXERS.name_of(mixers[kind])}+gated_feedforward" for kind in kinds]
+    return DecoderConfig(
+        **{"logit_scale": 1.0} | others,
+        num_layers=len(kinds),
+        pattern=shortest_period(entries),
+        mixers=tuple(mixers[kind] for kind in sorted(set(kinds))),
+        tied_embedding=fields("tie_word_embeddings", bool, tied),
+        window_length=BLOCK,
+    )
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
