@@ -25,7 +25,7 @@ from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import convert_from_huggingface, convert_to_huggingface
 from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
 from meliad_like.conversion.published.folder import described, normal_form
-from meliad_like.data.vocabulary import ByteVocabulary
+from meliad_like.data.vocabulary import ByteVocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
 from meliad_like.run.opening import config_for_training
@@ -332,6 +332,21 @@ def test_a_model_without_a_tokenizer_reads_token_ids_alone(tmp_path):
     lm = opened("mamba2")
     state.save(tmp_path / "state.npz")
     assert lm.generate(lm.resume(tmp_path / "state.npz"), 5, temperature=0.0).tokens == continuation.tokens
+
+
+@pytest.mark.parametrize("end", [None, -1, 101])
+def test_without_an_end_of_documents_no_token_ends_a_text(tmp_path, end):
+    """Not the last id of the table; an id beyond the table is none."""
+    folder = copied("recurrent_gemma", tmp_path / "folder", {"eos_token_id": end})
+    lm, expected = meliad_like.load(folder), np.load(GOLDEN / "recurrent_gemma" / "expected.npz")
+    assert lm.vocabulary.end_tokens == ()
+    assert lm.generate(expected["ids"][0], 20, temperature=0.0).tokens == expected["greedy"][0].tolist()
+    with pytest.raises(UserError, match="no token ends this model's documents: name one by TokenIdsVocabularyConfig"):
+        assert lm.vocabulary.end_of_document
+    lm.vocabulary.save(tmp_path)
+    assert load_vocabulary(tmp_path).fingerprint == lm.vocabulary.fingerprint
+    named = meliad_like.load(folder, gin_params=["TokenIdsVocabularyConfig.end_token = 7"])
+    assert named.vocabulary.end_of_document == 7
 
 
 @pytest.fixture(scope="module")

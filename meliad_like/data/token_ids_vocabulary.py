@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.registry import size
-from meliad_like.validation import check_not_negative, check_positive
+from meliad_like.validation import check_positive
 
 
 @VOCABULARIES.register("token_ids")
@@ -16,16 +16,15 @@ class TokenIdsVocabularyConfig(VocabularyConfig):
 
     num_tokens: int = size(32_000, "fixed")
     """The number of ids."""
-    end_token: int = size(0, "fixed")
-    """The id that ends a document."""
+    end_token: int | None = None
+    """The id that ends a document; None: none, so that generation doesn't stop, and documents can't be read."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("num_tokens",))
-        check_not_negative(self, ("end_token",))
-        if self.end_token >= self.num_tokens:
+        if self.end_token is not None and not 0 <= self.end_token < self.num_tokens:
             name = "TokenIdsVocabularyConfig.end_token"
-            raise UserError(f"{name}={self.end_token} must be below num_tokens={self.num_tokens}")
+            raise UserError(f"{name}={self.end_token} must be at least 0 and below num_tokens={self.num_tokens}")
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
         return TokenIdsVocabulary(self.num_tokens, self.end_token, self.size_multiple)
@@ -36,7 +35,7 @@ class TokenIdsVocabulary(Vocabulary):
 
     kind, end_is_text = "token_ids", True
 
-    def __init__(self, num_tokens: int, end_token: int, size_multiple: int = 1):
+    def __init__(self, num_tokens: int, end_token: int | None, size_multiple: int = 1):
         settings = {"num_tokens": num_tokens, "end_token": end_token}
         super().__init__([b""] * num_tokens, end_token, size_multiple, lossless=False, **settings)
         self.writable[:num_tokens] = True

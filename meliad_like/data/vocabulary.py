@@ -54,16 +54,16 @@ class Vocabulary:
     def __init__(
         self,
         pieces: Sequence[bytes],
-        end_of_document: int,
+        end_of_document: int | None,
         size_multiple: int,
         model: str | bytes = b"",
         lossless: bool = True,
-        **settings: str | int,
+        **settings: str | int | None,
     ):
         """
         Args:
           pieces: the bytes of each id.
-          end_of_document: may be the id after the last piece.
+          end_of_document: may be the id after the last piece; None: no id ends a document.
           model: contents of the file that `save` writes.
           lossless: whether decoding restores every text, whatever is in it.
           settings: further fields of the config that loads the saved vocabulary.
@@ -71,21 +71,29 @@ class Vocabulary:
         self._pieces = pieces
         self._model = model.encode() if isinstance(model, str) else model
         self._settings = {"kind": self.kind, "size_multiple": size_multiple, **settings}
-        self.end_of_document = end_of_document
-        """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words."""
+        self.end_tokens = () if end_of_document is None else (end_of_document,)
+        """The ids at which a model stops: that of `end_of_document`, if there is one."""
         self.lossless = lossless
         """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
-        self.size = round_up(max(len(pieces), end_of_document + 1), size_multiple)
+        self.size = round_up(max([len(pieces), *(end + 1 for end in self.end_tokens)]), size_multiple)
         """The number of ids, including unused ones."""
         self.writable = np.array([bool(piece) for piece in pieces] + [False] * (self.size - len(pieces)))
         """True for the ids that a model may write, bool[size]: those that stand for bytes, and the document's end."""
-        self.writable[end_of_document] = True
+        self.writable[list(self.end_tokens)] = True
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words. Raises
+        a UserError if there is none."""
+        if not self.end_tokens:
+            raise UserError("no token ends this model's documents: name one by TokenIdsVocabularyConfig.end_token")
+        return self.end_tokens[0]
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the ids of a text."""
         model = hashlib.sha256(self._model).hexdigest()
-        return fingerprint([self.kind, self.size, self.end_of_document, model])
+        return fingerprint([self.kind, self.size, *(self.end_tokens or [None]), model])
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes a text as int32[tokens], without an end of document."""

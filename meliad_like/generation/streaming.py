@@ -57,12 +57,10 @@ class Generator:
         self._model, self._params = model, params
         self.reader = TextReader(model, params, segment_length)
         self._first_chunk, self._chunk = CHUNKS if chunk is None else (chunk, chunk)
-        end = vocabulary.end_of_document
-        self._end, ends_lines = (
-            end if stop_at_end else None,
-            vocabulary.end_is_text or bool(vocabulary.decode_bytes([end])),
-        )
-        allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else (end,))
+        ends = vocabulary.end_tokens
+        self._end = ends[0] if ends and stop_at_end else None
+        ends_lines = vocabulary.end_is_text or bool(vocabulary.decode_bytes(ends))
+        allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else ends)
         self._write_tokens = functools.partial(
             _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=self._chunk
         )

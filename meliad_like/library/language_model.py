@@ -241,7 +241,7 @@ class LanguageModel:
         """`search` from several states or texts."""
         options: dict[str, Any] = {"end_tokens": None, "num_best": None, **settings}
         if options["end_tokens"] is None:
-            options["end_tokens"] = (self.vocabulary.end_of_document,)
+            options["end_tokens"] = self.vocabulary.end_tokens
         num_best, config = options.pop("num_best"), BeamConfig(**options)
         num_best = config.width if num_best is None else num_best
         if not 1 <= num_best <= config.width:

@@ -119,12 +119,15 @@ def described(family: Family, saved: dict[str, Any], owner: str) -> tuple[Decode
 
 
 def _vocabulary(folder: Path, saved: dict[str, Any], size: int) -> VocabularyConfig:
-    """The vocabulary of a folder: ours, its tokenizer's with ids that are never written up to `size`, or ids alone."""
+    """The vocabulary of a folder: ours, its tokenizer's with ids that are never written up to `size`, or ids alone, of
+    which one ends documents if config.json says so."""
     if (folder / SETTINGS_NAME).exists():
         return saved_vocabulary_config(folder)
     if any((folder / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
         return TokenizersVocabularyConfig(model_file=str(folder), size_multiple=size)
     end = saved.get("eos_token_id")
     end = end[0] if isinstance(end, list) else end
-    end = size - 1 if end is None else fit(end, int, f"{folder / CONFIG_NAME}: eos_token_id")
+    if end is not None and not 0 <= fit(end, int, f"{folder / CONFIG_NAME}: eos_token_id") < size:
+        # An id beyond the table, which the model can't read or write.
+        end = None
     return TokenIdsVocabularyConfig(num_tokens=size, end_token=end)
