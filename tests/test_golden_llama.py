@@ -13,10 +13,16 @@ import ways
 from make_golden_llama import CONFIGS, FROM, LENGTH, PATH, WHOLE, outputs, tensors, tokens
 from pretrained_models import read
 
+import meliad_like
 from meliad_like.conversion.parameters import to_tensors
 from meliad_like.conversion.pretrained import read_huggingface
 from meliad_like.conversion.pretrained_formats import LLAMA
+from meliad_like.conversion.published.family import FAMILIES
+from meliad_like.conversion.published.folder import described, write_published
+from meliad_like.errors import UserError
 from meliad_like.layers.losses import token_losses
+from meliad_like.mixers.dot_product_attention import DotProductAttention
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
 TOKENS = tokens()
@@ -29,11 +35,17 @@ def golden(kind):
 
 
 @pytest.fixture
-def opened(kind, tmp_path):
-    """A model and its parameters, read from a folder, and the golden arrays."""
+def folder(kind, tmp_path):
+    """A model's folder."""
     safetensors.numpy.save_file(tensors(kind), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    pretrained = read_huggingface(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def opened(kind, folder):
+    """A model and its parameters, read from a folder, and the golden arrays."""
+    pretrained = read_huggingface(folder)
     # More tokens than in pretraining.
     config = dataclasses.replace(pretrained.config, window_length=LENGTH) if kind == "dynamic" else pretrained.config
     return Model(config, pretrained.vocabulary_size), pretrained.params, golden(kind)
@@ -87,6 +99,50 @@ def test_a_token_at_a_time_and_greedy_text(opened):
         logits, carry = step(params, np.repeat(np.int32(expected[i]), 2), carry)
         if i >= FROM - 1:
             assert np.argmax(logits[0]) == expected[i + 1]
+
+
+def load(folder):
+    parameters = "RunConfig.model = 'decoder'", "DecoderConfig.window_length = 4", "ReaderConfig.segment_length = 8"
+    return meliad_like.load(folder, gin_params=parameters)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "dynamic"])
+def test_as_a_decoder_at_once_in_segments_and_a_token_at_a_time(kind, folder, tmp_path):
+    lm, arrays = load(folder), golden(kind)
+    model, params, start = lm.model, lm.params, ways.starts(2, 4)
+    assert isinstance(model.config, DecoderConfig)
+    whole, _ = ways.read(model, params, TOKENS, ways.begin(model, params, 2), start)
+    np.testing.assert_allclose(whole, arrays["logits"], rtol=1e-5, atol=1e-5)
+    # A segment of half the tokens, and then token by token.
+    first, carry = ways.read(model, params, TOKENS[:, :8], ways.begin(model, params, 2), start[:, :2])
+    rest, _ = ways.decode(model, params, TOKENS[:, 8:], model.bind(params).begin_decoding(carry))
+    np.testing.assert_allclose(np.concatenate([first, rest], axis=1), arrays["logits"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rest[:, FROM - 8 :], arrays["cached"], rtol=1e-5, atol=1e-5)
+    (tmp_path / "back").mkdir()
+    write_published(lm.opened, tmp_path / "back")
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, back, tensors(kind))
+
+
+@pytest.mark.parametrize("kind", ["dynamic"])
+def test_a_scaling_by_a_texts_length_is_for_windows_alone(folder):
+    with pytest.raises(UserError, match="rotary_scaling='dynamic' depends on a text's length, and spans don't"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, span",
+    [
+        ({"sliding_window": 5}, 5),
+        ({"sliding_window": None}, 32),
+        ({}, 4096),
+        ({"sliding_window": None, "max_position_embeddings": 131_072}, 8192),
+    ],
+)
+def test_spans_of_mistral(changes, span):
+    saved = {name: value for name, value in CONFIGS["mistral"].items() if name != "sliding_window"}
+    decoder, *_ = described(FAMILIES["mistral"], saved | changes, "config.json")
+    assert decoder.mixer(DotProductAttention).span == span
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

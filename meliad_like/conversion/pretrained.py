@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from meliad_like.config import Changes, RunConfig, bound_values, differences, field_types, fit, parse, read_changes
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
-from meliad_like.conversion.pretrained_formats import PLACES, from_huggingface, to_huggingface
+from meliad_like.conversion.pretrained_formats import CONSTANTS, PLACES, from_huggingface, to_huggingface
 from meliad_like.conversion.published.family import FAMILIES
 from meliad_like.conversion.published.folder import config_of_published, family_of, open_published, write_published
 from meliad_like.conversion.tensor_files import (
@@ -48,8 +48,6 @@ RECURRENCE_NAME = "recurrence.safetensors"
 RECURRENCE_KEY = "WindowSummary"
 NO_TOKENIZER = "transformers has no tokenizer like the {} vocabulary"
 WINDOW_FIELDS = ("window_length", "overlap")
-# Masks and wavelengths that older versions saved with the parameters; the config determines them.
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Pretrained(NamedTuple):
@@ -146,7 +144,7 @@ class HuggingFaceFormat:
     @staticmethod
     def config(folder: Path, changes: Changes) -> RunConfig:
         """The config of a model, with these changes."""
-        if family_of(folder) is not None:
+        if family_of(folder, changes) is not None:
             return config_of_published(folder, changes)[0]
         return open_huggingface(folder, changes).run
 
@@ -166,7 +164,7 @@ def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
     and vocabulary. By default the window is all positions, or the window that the recurrence was trained with, and the
     vocabulary is the one in the model's folder.
     """
-    if family_of(path) is not None:
+    if family_of(path, changes) is not None:
         return open_published(path, changes)
     model, size, params = read_huggingface(path)
     # The segment length of base.gin is for another window.

@@ -20,6 +20,8 @@ ACTIVATIONS: dict[str, str] = {theirs: ours for ours, names in _TABLES["activati
 ROTARY: dict[str, str] = _TABLES["rotary"]
 ROTARY_REQUIRED = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 """The fields that config.json must have, if its rotary scaling has them."""
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""The ends of names of masks and wavelengths that older versions saved with the parameters; the config has them."""
 MISTRAL_WINDOW = 4096
 """The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 DERIVED: dict[str, Callable[[Mapping[str, Any]], int]] = {
@@ -66,7 +68,7 @@ def from_huggingface(saved: Mapping[str, Any], owner: str, others: Sequence[str]
     model types that something else reads."""
     saved, kind = dict(saved), saved.get("model_type")
     if kind not in list(FORMATS):
-        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join((*FORMATS, *others))}")
+        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join(dict.fromkeys((*FORMATS, *others)))}")
     for key, value in FORMATS[kind].fixed.items():
         if saved.pop(key, value) not in (value, None):
             raise UserError(f"{owner}: we can't honour {key}, which must be {value!r} for a {kind} model")

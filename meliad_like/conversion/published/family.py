@@ -143,6 +143,9 @@ class Family:
     """A family of published models. `register` adds it to `FAMILIES`."""
 
     model_types: tuple[str, ...]
+    also_by_windows = False
+    """Whether the models are opened as pretrained decoders, which read by windows, unless `RunConfig.model` is
+    "decoder"."""
     embedding, final_norm, layers = "model.embed_tokens", "model.norm", "model.layers"
     """The names of modules in the file: those outside of layers, and the list of layers."""
     norms = "input_layernorm", "post_attention_layernorm"

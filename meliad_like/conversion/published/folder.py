@@ -27,10 +27,12 @@ SEGMENT = 2048
 """The default number of tokens of a segment."""
 
 
-def family_of(folder: epath.PathLike) -> Family | None:
-    """The family of the model in a folder; None if it is of another format."""
+def family_of(folder: epath.PathLike, changes: Changes) -> Family | None:
+    """The family as which a folder is opened with these changes; None if it is of another format."""
     path = any_path(folder) / CONFIG_NAME
-    return FAMILIES.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
+    family = FAMILIES.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
+    by_windows = family is not None and family.also_by_windows and changes.value("RunConfig.model", "") != "decoder"
+    return None if by_windows else family
 
 
 def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig, Family, Places, int]:
