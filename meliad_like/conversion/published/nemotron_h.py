@@ -1,0 +1,100 @@
+"""Nemotron-H without experts (`model_type` nemotron_h): layers of Mamba-2, of attention or of a network alone."""
+
+from meliad_like.conversion.published.family import Family, linear, register
+from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
+from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, shortest_period
+from meliad_like.errors import UserError
+from meliad_like.mixers.mamba2 import Mamba2
+from meliad_like.models.decoder import DecoderConfig
+
+LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""The names of kinds of layers in newer files, by those in older ones."""
+ENTRIES = {
+    "linear_attention": "mamba2",
+    "mamba": "mamba2",
+    "full_attention": "dot_product_attention",
+    "attention": "dot_product_attention",
+    "mlp": "squared_feedforward",
+}
+
+
+@register
+class NemotronHFamily(Family):
+    """Steps have the limits of `time_step_limit`, with which the published weights were trained. transformers 5.24
+    limits them by `time_step_min` instead (https://github.com/huggingface/transformers/pull/48989)."""
+
+    model_types = ("nemotron_h",)
+    embedding, final_norm, layers = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
+    norms = "norm", "norm"
+
+    def name(self, tensor, config):
+        # A head for several tokens ahead.
+        return None if tensor.startswith("mtp.") else tensor
+
+    def decoder(self, fields):
+        d, f, h, g, k, heads, size, state_size, groups, taps = fields.sizes(
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "ssm_state_size",
+            "n_groups",
+            "conv_kernel",
+        )
+        kinds = fields("layers_block_type", list, [])
+        kinds = kinds or [LAYERS.get(kind, kind) for kind in fields("hybrid_override_pattern", str)]
+        if unknown := [kind for kind in kinds if kind not in ENTRIES]:
+            raise UserError(f"{fields.owner}: we can't honour layers of {unknown[0]!r}, only {', '.join(ENTRIES)}")
+        for name, allowed in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("sliding_window", None)):
+            fields.only(name, allowed)
+        fields.without_effect(
+            *(name for name in fields.saved if name.startswith(("moe_", "mtp_", "num_nextn_"))),
+            *("chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "n_group"),
+            *("max_position_embeddings", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_hidden_layers"),
+            *("num_experts_per_tok", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"),
+            *("routed_scaling_factor", "time_step_floor", "time_step_max", "time_step_min", "topk_group"),
+            "use_mamba_kernels",
+        )
+        epsilon, bias = fields("layer_norm_epsilon", float, 1e-5), fields("use_bias", bool, False)
+        mamba = Mamba2(
+            num_heads=heads,
+            head_size=size,
+            state_size=state_size,
+            num_groups=groups,
+            conv_length=taps,
+            norm_epsilon=epsilon,
+            input_bias=bias,
+            output_bias=bias,
+            conv_bias=fields("use_conv_bias", bool, True),
+            **step_limits(fields),
+        )
+        fields.only("attention_bias", False)
+        mixers = {"dot_product_attention": attention(fields, num_key_heads=g, rotary_share=0.0), "mamba2": mamba}
+        entries = [ENTRIES[kind] for kind in kinds]
+        return DecoderConfig(
+            num_layers=len(kinds),
+            model_width=d,
+            feedforward_width=f,
+            num_heads=h,
+            head_size=k,
+            pattern=shortest_period(entries),
+            mixers=tuple(mixers[entry] for entry in sorted(set(entries)) if entry in mixers),
+            feedforward_bias=fields("mlp_bias", bool, False),
+            logit_scale=1.0,
+            norm_epsilon=epsilon,
+            tied_embedding=fields("tie_word_embeddings", bool, False),
+            window_length=BLOCK,
+        )
+
+    def in_layer(self, fields, config, mixers, ours, theirs):
+        theirs = f"{theirs}mixer."
+        if not mixers:
+            network = f"{ours}feedforward/network/"
+            return linear(f"{network}hidden", f"{theirs}up_proj") | linear(f"{network}output", f"{theirs}down_proj")
+        [mixer] = mixers
+        if isinstance(mixer, Mamba2):
+            return places_of_mamba2(mixer, config.shape, ours, theirs)
+        return places_of_attention(mixer, ours, theirs)

@@ -1,0 +1,83 @@
+"""Bamba and Nemotron-H against logits of transformers: tiny random models (`make_golden_hybrids.py`)."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import ways
+from make_golden_hybrids import CONFIGS, PATH, outputs, parameter, tokens
+
+import meliad_like
+from meliad_like.conversion.published.folder import write_published
+from meliad_like.errors import UserError
+
+TOKENS = tokens()
+
+
+@functools.cache
+def golden(kind):
+    with np.load(PATH) as file:
+        return {name.removeprefix(f"{kind}/"): file[name] for name in file if name.startswith(f"{kind}/")}
+
+
+def tensors(kind):
+    return {name: parameter(name, tuple(shape)) for name, shape in json.loads(str(golden(kind)["shapes"])).items()}
+
+
+def load(kind, folder, changes):
+    safetensors.numpy.save_file(tensors(kind), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(json.loads(str(golden(kind)["config"])) | changes))
+    return meliad_like.load(folder, gin_params=["DecoderConfig.window_length = 4", "ReaderConfig.segment_length = 12"])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_at_once_in_segments_a_token_at_a_time_and_written_again(kind, tmp_path):
+    lm, expected = load(kind, tmp_path, {}), golden(kind)["logits"]
+    model, params, start = lm.model, lm.params, ways.starts(2, 6)
+    whole, _ = ways.read(model, params, TOKENS, ways.begin(model, params, 2), start)
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    first, carry = ways.read(model, params, TOKENS[:, :12], ways.begin(model, params, 2), start[:, :3])
+    rest, _ = ways.decode(model, params, TOKENS[:, 12:], model.bind(params).begin_decoding(carry))
+    pieces = np.concatenate([first, rest], axis=1)
+    np.testing.assert_allclose(pieces, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    (tmp_path / "back").mkdir()
+    write_published(lm.opened, tmp_path / "back")
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, back, tensors(kind))
+
+
+def test_an_older_file_says_the_same(tmp_path):
+    old = {"layers_block_type": None, "hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    old, new = load("nemotron_h", tmp_path / "old", old), load("nemotron_h", tmp_path / "new", {})
+    assert old.model.config.shape == new.model.config.shape
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("nemotron_h", {"layers_block_type": ["moe"]}, "we can't honour layers of 'moe', only linear_attention"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME"}, "layers of 'moe'"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "can't honour mlp_hidden_act = 'silu', only 'relu2'"),
+        ("bamba", {"attn_layer_indices": [0]}, "has no tensor model.layers.*"),
+        ("bamba", {"mamba_d_head": 16}, "the width of Mamba-2, 48, must be 6 times mamba_d_head=16"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(tmp_path, kind, changes, message):
+    with pytest.raises(UserError, match=message):
+        load(kind, tmp_path, changes)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_arrays_are_those_of_transformers(kind):
+    """Where transformers is installed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    expected = golden(kind)
+    found = outputs(kind)
+    assert json.loads(str(found["shapes"])) == json.loads(str(expected["shapes"]))
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=1e-5)
