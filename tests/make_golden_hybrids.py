@@ -5,6 +5,7 @@
 The models are random, and their parameters follow from their names and shapes alone, as in `make_golden_llama.py`.
 """
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -44,6 +45,23 @@ CONFIGS = {
         "use_bias": True,
         "time_step_min": 1e-6,
     },
+    # Windows that end inside of a block, and a scaling for full attention alone.
+    "olmo3": COMMON
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
 }
 
 
@@ -63,7 +81,8 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
-        config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+        # transformers writes into what it is given.
+        config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(CONFIGS[kind]))
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
         shapes = {name: x.shape for name, x in safetensors.numpy.load_file(file).items()}

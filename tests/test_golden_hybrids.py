@@ -1,4 +1,4 @@
-"""Bamba and Nemotron-H against logits of transformers: tiny random models (`make_golden_hybrids.py`)."""
+"""Bamba, Nemotron-H and OLMo 3 against logits of transformers: tiny random models (`make_golden_hybrids.py`)."""
 
 import functools
 import json
@@ -63,6 +63,11 @@ def test_an_older_file_says_the_same(tmp_path):
         ("nemotron_h", {"layers_block_type": ["moe"]}, "we can't honour layers of 'moe', only linear_attention"),
         ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME"}, "layers of 'moe'"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "can't honour mlp_hidden_act = 'silu', only 'relu2'"),
+        (
+            "olmo3",
+            {"layer_types": ["linear_attention"] * 4},
+            "'linear_attention', only sliding_attention, full_attention",
+        ),
         ("bamba", {"attn_layer_indices": [0]}, "has no tensor model.layers.*"),
         ("bamba", {"mamba_d_head": 16}, "the width of Mamba-2, 48, must be 6 times mamba_d_head=16"),
     ],

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny_run
+from make_golden_hybrids import CONFIGS as HYBRIDS
 from ways import begin, decode, read
 
 import meliad_like
@@ -404,6 +405,6 @@ def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path):
 
 def test_every_family_has_arrays():
     tested = {json.loads((path / "config.json").read_text())["model_type"] for path in GOLDEN.iterdir()}
-    # Those of Llama are in test_golden_llama.py.
-    tested.add("llama")
+    # In test_golden_llama.py and test_golden_hybrids.py.
+    tested |= {"llama", *HYBRIDS}
     assert {FAMILIES[kind] for kind in tested} == set(FAMILIES.values())

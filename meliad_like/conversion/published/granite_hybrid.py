@@ -38,7 +38,7 @@ class GraniteHybridFamily(Family):
         }
         return stack(
             fields,
-            layer_types(fields, layers, ["recurrent"] * layers),
+            layer_types(fields, ["recurrent"] * layers),
             mixers,
             model_width=d,
             feedforward_width=f,

@@ -58,7 +58,7 @@ class OlmoHybridFamily(Family):
             "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"
         )
         default = ["attention" if i % 4 == 3 else "recurrent" for i in range(layers)]
-        kinds = layer_types(fields, layers, default if layers > 3 else [*default[:-1], "attention"])
+        kinds = layer_types(fields, default if layers > 3 else [*default[:-1], "attention"])
         epsilon = fields("rms_norm_eps", float, 1e-6)
         mixers = {
             "attention": attention(fields, norm="all", norm_epsilon=epsilon, **rotary(fields)),

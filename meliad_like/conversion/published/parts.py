@@ -1,6 +1,7 @@
 """Functions that several families share: decoders, mixers and their parameters, positions and kinds of layers."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from meliad_like.conversion.published.family import FILTERS, Fields, Part, linea
 from meliad_like.errors import UserError
 from meliad_like.layers.rotary import RotaryScaling
 from meliad_like.mixers.base import MIXERS, DecoderShape, MixerConfig
-from meliad_like.mixers.dot_product_attention import DotProductAttention
+from meliad_like.mixers.dot_product_attention import DotProductAttention, SpanAttentionConfig
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.decoder import DecoderConfig
 
@@ -24,11 +25,11 @@ MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """Fields of rotary positions of pictures. Positions of text are the usual ones."""
 
 
-def attention(fields: Fields, **others: Any) -> DotProductAttention:
-    """Full attention by the usual fields, and by these of our config."""
+def attention(fields: Fields, kind: type = DotProductAttention, **others: Any) -> SpanAttentionConfig:
+    """Attention by the usual fields, and by these of our config: if no span is among them, to all that is cached."""
     bias, heads = fields("attention_bias", bool, False), fields("num_attention_heads", int)
     usual = {"span": FULL_SPAN, "input_bias": bias, "output_bias": bias}
-    return DotProductAttention(**usual | {"num_key_heads": fields("num_key_value_heads", int, heads)} | others)
+    return kind(**usual | {"num_key_heads": fields("num_key_value_heads", int, heads)} | others)
 
 
 def places_of_attention(
@@ -73,12 +74,14 @@ def places_of_delta_rule(
     }
 
 
-def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:
+def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: str | None = None) -> dict[str, Any]:
     """Fields of our attention for rotary positions, from newer and older fields; what is missing has these values. A
-    base that is null means no positions."""
-    saved: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        saved |= fields(name, dict, {})
+    base that is null means no positions. `kind`: the kind of layers, if each has its own; a scaling in an older field
+    is then that of full attention."""
+    scaling, saved = fields("rope_scaling", dict, {}), fields("rope_parameters", dict, {})
+    if kind is not None:
+        saved = fit(saved.get(kind) or {}, dict, f"{fields.owner}: rope_parameters")
+    saved = (scaling if kind in (None, "full_attention") else {}) | saved
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in fields.saved:
             saved.setdefault(name, fields.saved[name])
@@ -119,23 +122,25 @@ def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds[: next(lengths)])
 
 
-def layer_types(fields: Fields, number: int, default: Sequence[str]) -> tuple[str, ...]:
-    """The kind of each layer, `recurrent` or `attention`; `default`: the kinds for a config.json without them."""
-    kinds = fields("layer_types", list, None)
-    if kinds is None:
-        return tuple(default)
-    if len(kinds) != number:
-        raise UserError(f"{fields.owner}: layer_types names {len(kinds)} layers, and there are {number}")
-    for kind in kinds:
-        if kind not in LAYER_TYPES:
-            raise UserError(f"{fields.owner}: we can't honour layer_types {kind!r}, only {', '.join(LAYER_TYPES)}")
-    return tuple(LAYER_TYPES[kind] for kind in kinds)
-
-
 LAYER_TYPES = {
     "linear_attention": "recurrent",
     "mamba": "recurrent",
     "full_attention": "attention",
     "attention": "attention",
 }
-"""Names of kinds of layers in newer and older files."""
+"""Our kinds of layers by their names in newer and older files."""
+
+
+def layer_types(
+    fields: Fields, default: Sequence[str], names: Mapping[str, str] = MappingProxyType(LAYER_TYPES)
+) -> tuple[str, ...]:
+    """The kind of each layer. `default`: the kinds where config.json has none; `names`: all kinds by their names."""
+    kinds = fields("layer_types", list, None)
+    if kinds is None:
+        return tuple(default)
+    if len(kinds) != len(default):
+        raise UserError(f"{fields.owner}: layer_types names {len(kinds)} layers, and there are {len(default)}")
+    for kind in kinds:
+        if kind not in names:
+            raise UserError(f"{fields.owner}: we can't honour layer_types {kind!r}, only {', '.join(names)}")
+    return tuple(names[kind] for kind in kinds)

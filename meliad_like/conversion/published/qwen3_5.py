@@ -79,7 +79,7 @@ class Qwen35Family(Family):
         }
         return stack(
             fields,
-            layer_types(fields, layers, default),
+            layer_types(fields, default),
             mixers,
             model_width=d,
             feedforward_width=f,
