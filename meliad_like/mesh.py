@@ -91,10 +91,18 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 
-def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any) -> Any:
-    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes."""
+def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any, carry: Any) -> Any:
+    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes. Heads
+    of keys that are fewer than those of queries, and don't divide by the devices that share heads, are on all of them.
+    """
     lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
-    return jax.tree.map(lambda names: _sharding(mesh, names), axes, is_leaf=_is_axes)
+
+    def sharding(names: tuple[str | None, ...], array) -> NamedSharding:
+        spec = _sharding(mesh, names).spec
+        divided = (isinstance(axis, str) and size % mesh.shape[axis] for axis, size in zip(spec, array.shape))
+        return NamedSharding(mesh, PartitionSpec(*(None if rest else axis for axis, rest in zip(spec, divided))))
+
+    return jax.tree.map(sharding, axes, carry, is_leaf=_is_axes)
 
 
 def _is_axes(node: Any) -> bool:

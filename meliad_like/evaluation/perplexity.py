@@ -158,8 +158,8 @@ class Evaluator:
         def init_carry(params):
             return reading_mode.init_carry(model.bind(params), self.num_lanes)
 
-        axes = reading_mode.carry_axes(model, jax.eval_shape(init_carry, model.abstract_params))
-        carry = carry_shardings(mesh, self.num_lanes, axes)
+        shapes = jax.eval_shape(init_carry, model.abstract_params)
+        carry = carry_shardings(mesh, self.num_lanes, reading_mode.carry_axes(model, shapes), shapes)
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(

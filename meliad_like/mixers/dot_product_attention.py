@@ -65,11 +65,6 @@ class SpanAttention(Mixer):
         empty = jnp.zeros((b, self.key_heads, self.ring * self.w, self.shape.head_size), dtype)
         return AttentionCache(empty, empty, jnp.zeros(b, jnp.int32))
 
-    def carry_axes(self, carry):
-        # Fewer heads of keys than of queries need not divide by the devices that share the heads.
-        axes = ("lanes", "heads") if self.key_heads == self.shape.num_heads else ("lanes",)
-        return AttentionCache(axes, axes, ("lanes",))
-
     def _project(
         self, x: Float[Array, "b n d"]
     ) -> tuple[Float[Array, "b h n k"], Float[Array, "b g n k"], Float[Array, "b g n k"], Float[Array, "b n i"] | None]:

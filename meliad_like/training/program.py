@@ -106,7 +106,7 @@ def lay_out(
         step=replicated(mesh),
         params=params.whole,
         optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params.shares),
-        carry=carry_shardings(mesh, num_lanes, model.carry_axes(shapes.carry)),
+        carry=carry_shardings(mesh, num_lanes, model.carry_axes(shapes.carry), shapes.carry),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )
