@@ -64,14 +64,14 @@ class FalconH1Family(Family):
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):
-        attention, mamba = mixers
+        full, mamba = mixers
         assert isinstance(mamba, Mamba2)
         of_gate, of_network = factors(fields, "mlp_multipliers", 2)
         into_mamba, from_mamba = (factor(fields, f"ssm_{name}_multiplier") for name in ("in", "out"))
         into_attention, from_attention = (factor(fields, f"attention_{name}_multiplier") for name in ("in", "out"))
         both = (
             places_of_attention(
-                attention,
+                full,
                 ours,
                 f"{theirs}self_attn.",
                 of_keys=factor(fields, "key_multiplier"),

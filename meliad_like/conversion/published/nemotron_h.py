@@ -44,12 +44,13 @@ class NemotronHFamily(Family):
             "n_groups",
             "conv_kernel",
         )
-        kinds = fields("layers_block_type", list, [])
+        kinds = fields("layers_block_type", tuple[str, ...], ())
         kinds = kinds or [LAYERS.get(kind, kind) for kind in fields("hybrid_override_pattern", str)]
         if unknown := [kind for kind in kinds if kind not in ENTRIES]:
             raise UserError(f"{fields.owner}: we can't honour layers of {unknown[0]!r}, only {', '.join(ENTRIES)}")
         for name, allowed in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("sliding_window", None)):
             fields.only(name, allowed)
+        fields.only("attention_bias", False)
         fields.without_effect(
             *(name for name in fields.saved if name.startswith(("moe_", "mtp_", "num_nextn_"))),
             *("chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "n_group"),
@@ -71,7 +72,6 @@ class NemotronHFamily(Family):
             conv_bias=fields("use_conv_bias", bool, True),
             **step_limits(fields),
         )
-        fields.only("attention_bias", False)
         mixers = {"dot_product_attention": attention(fields, num_key_heads=g, rotary_share=0.0), "mamba2": mamba}
         entries = [ENTRIES[kind] for kind in kinds]
         return DecoderConfig(

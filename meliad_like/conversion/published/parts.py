@@ -78,10 +78,10 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: 
     """Fields of our attention for rotary positions, from newer and older fields; what is missing has these values. A
     base that is null means no positions. `kind`: the kind of layers, if each has its own; a scaling in an older field
     is then that of full attention."""
-    scaling, saved = fields("rope_scaling", dict, {}), fields("rope_parameters", dict, {})
+    older, saved = fields("rope_scaling", dict, {}), fields("rope_parameters", dict, {})
     if kind is not None:
         saved = fit(saved.get(kind) or {}, dict, f"{fields.owner}: rope_parameters")
-    saved = (scaling if kind in (None, "full_attention") else {}) | saved
+    saved = (older if kind in (None, "full_attention") else {}) | saved
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in fields.saved:
             saved.setdefault(name, fields.saved[name])
@@ -119,7 +119,7 @@ def stack(
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest pattern of which the kinds of all layers are repetitions."""
     lengths = (n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
-    return tuple(kinds[: next(lengths)])
+    return tuple(kinds[: next(lengths, 0)])
 
 
 LAYER_TYPES = {
@@ -135,7 +135,7 @@ def layer_types(
     fields: Fields, default: Sequence[str], names: Mapping[str, str] = MappingProxyType(LAYER_TYPES)
 ) -> tuple[str, ...]:
     """The kind of each layer. `default`: the kinds where config.json has none; `names`: all kinds by their names."""
-    kinds = fields("layer_types", list, None)
+    kinds = fields("layer_types", tuple[str, ...], None)
     if kinds is None:
         return tuple(default)
     if len(kinds) != len(default):

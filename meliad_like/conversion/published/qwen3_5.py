@@ -92,11 +92,11 @@ class Qwen35Family(Family):
         [mixer] = mixers
         if isinstance(mixer, GatedDeltaRule):
             return places_of_delta_rule(mixer, config.shape, ours, f"{theirs}linear_attn.", RECURRENCE)
-        path, attention = f"{ours}mixers/dot_product_attention/", f"{theirs}self_attn."
+        path, module = f"{ours}mixers/dot_product_attention/", f"{theirs}self_attn."
         # For each head the rows of its queries, then those of its gates.
         rows = np.arange(2 * config.shape.inner_width).reshape(config.num_heads, 2, -1)
         return (
-            places_of_attention(mixer, ours, attention, norm_offset=self.norm_offset)
-            | linear(f"{path}query", f"{attention}q_proj", rows=rows[:, 0].ravel())
-            | linear(f"{path}gate", f"{attention}q_proj", rows=rows[:, 1].ravel())
+            places_of_attention(mixer, ours, module, norm_offset=self.norm_offset)
+            | linear(f"{path}query", f"{module}q_proj", rows=rows[:, 0].ravel())
+            | linear(f"{path}gate", f"{module}q_proj", rows=rows[:, 1].ravel())
         )
