@@ -50,7 +50,9 @@ setup(
         "tpu": ["jax[tpu]>=0.10", "gcsfs>=2025.3"],
         "gpu": ["jax[cuda13]>=0.10"],
         "gpu_cuda12": ["jax[cuda12]>=0.10"],
-        "gcs": ["gcsfs>=2025.3"],  # working folders and token stores on gs://
+        "gcs": ["gcsfs>=2025.3"],  # working folders, token stores and documents on gs://
+        "s3": ["s3fs>=2025.3"],  # token stores and documents on s3://
+        "az": ["adlfs>=2024.12"],  # and on az://
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.2"],
         "harness": ["lm_eval[ruler]>=0.4.13", "transformers>=5"],  # EleutherAI's lm-evaluation-harness

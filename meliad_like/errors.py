@@ -64,15 +64,21 @@ def reading(path: object, what: str, *damaged: type[Exception]) -> Iterator[None
         raise UserError(f"{path} is damaged, or no {what}: {' '.join(str(error).split())[:150]}") from None
 
 
-def bucket_errors() -> tuple[type[Exception], ...]:
-    """Errors that gcsfs raises after its last retry, other than OSErrors."""
-    if "gcsfs" not in sys.modules:
-        return ()
-    from aiohttp import ClientError
-    from gcsfs.retry import ChecksumError, HttpError
-    from google.auth.exceptions import GoogleAuthError
+BUCKET_ERRORS = {
+    "aiohttp": ("ClientError",),
+    "azure.core.exceptions": ("AzureError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("ChecksumError", "HttpError"),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "httpx": ("HTTPError",),
+}
+"""The names of errors by module."""
 
-    return ChecksumError, ClientError, GoogleAuthError, HttpError
+
+def bucket_errors() -> tuple[type[Exception], ...]:
+    """Errors that the packages for object stores raise after their last retry, other than OSErrors."""
+    loaded = [(sys.modules[name], errors) for name, errors in BUCKET_ERRORS.items() if name in sys.modules]
+    return tuple(getattr(module, error) for module, errors in loaded for error in errors)
 
 
 def refusals() -> tuple[type[Exception], ...]:

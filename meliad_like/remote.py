@@ -1,25 +1,32 @@
-"""Paths that may be in an object store (gs://...): the packages that they need, and reading and writing of whole files.
+"""Paths that may be in an object store (gs://...): the packages that they need, and reading and writing of files.
 
-`etils.epath` reads and writes whole objects there. It can't append to a file, map it into memory or lock it.
+`etils.epath` reads objects there from any place, and writes whole ones. It can't append to a file, map it into memory
+or lock it. The packages repeat a request that fails.
 """
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from etils import epath
 from fsspec.config import conf
+from fsspec.core import url_to_fs
 
 from meliad_like.errors import UserError
 
 # The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
+# It logs a traceback of each error that it raises.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 CHUNK_BYTES = 1 << 24
+AnyPath: TypeAlias = Path | epath.Path
+"""`pathlib`'s path on a disk, `epath`'s in an object store."""
 Output = Literal["file", "folder", "any"]
 """The kind of path to which results are written."""
 
@@ -46,6 +53,44 @@ def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -
     if scheme == "gs":
         conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)
+
+
+def absolute(path: epath.PathLike) -> AnyPath:
+    """The same as a path that other folders and machines can use."""
+    return any_path(path) if is_remote(path) else Path(path).expanduser().absolute()
+
+
+class Version(NamedTuple):
+    """What changes when a file changes."""
+
+    size: int
+    """In bytes."""
+    tag: int | str
+    """The time of its last change in nanoseconds; in an object store, what the store gives to each content."""
+    sha256: str = ""
+    """SHA-256 of the content, where the object store knows it."""
+
+
+def version(path: epath.PathLike) -> Version:
+    """The version of a file. Raises one of `refusals` if there is no such file, or none can be read there."""
+    if is_remote(path):
+        system, place = url_to_fs(os.fspath(path))
+        return _version(system.info(place))
+    status = os.stat(path)
+    return Version(status.st_size, status.st_mtime_ns)
+
+
+def versions_below(folder: epath.Path) -> dict[str, Version]:
+    """The files at any depth in a folder of an object store, by their paths below it."""
+    system, place = url_to_fs(os.fspath(folder))
+    found = system.find(place, detail=True)
+    return {path[len(place) :].strip("/"): _version(info) for path, info in found.items() if path[-1] != "/"}
+
+
+def _version(info: dict[str, Any]) -> Version:
+    # Of s3://, az://, hf:// and gs://.
+    tag = next((str(info[name]) for name in ("ETag", "etag", "blob_id", "generation") if name in info), "")
+    return Version(info["size"], tag, (info.get("lfs") or {}).get("sha256", ""))
 
 
 def one_line(error: Exception) -> str:
@@ -124,10 +169,13 @@ def write_whole(path: epath.PathLike, content: str | bytes) -> None:
         file.write(content)
 
 
-def copy_folder(source: epath.Path, target: epath.Path) -> None:
-    """Copies all files below a folder into another one, which is created if needed; each of the two may be remote."""
+def copy_folder(source: epath.Path, target: epath.Path, last: str = "") -> None:
+    """Copies all files below a folder into another one, which is created if needed; each of the two may be remote.
+
+    The file named `last` in the folder is copied after all others.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
+    for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         if path.is_dir():
             copy_folder(path, target / path.name)
             continue

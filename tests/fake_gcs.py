@@ -17,10 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BUCKET = "bucket"
+DROPPED = -1
 
 
 class FakeBucket:
-    """Objects by name. `refuse(method, name)` may return an HTTP status to answer with instead."""
+    """Objects by name. `refuse(method, name)` may return an HTTP status to answer with instead; with `DROPPED`, the
+    connection ends in the middle of the answer."""
 
     def __init__(self):
         self.objects: dict[str, tuple[bytes, int]] = {}
@@ -81,7 +83,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.copy(unquote(match[1]), match[2], unquote(match[3]))
         if path.endswith("/batch/storage/v1") or path == "/batch/storage/v1":
             return self.batch(body)
-        if status := self.bucket.refuse(self.command, name):
+        if (status := self.bucket.refuse(self.command, name)) == DROPPED:
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"half")
+            self.close_connection = True
+            return None
+        if status:
             return self.answer(status, {"error": {"code": status, "message": "refused by the test"}})
         if "/upload/" in path:
             return self.upload(query, name, body)

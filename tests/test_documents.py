@@ -451,7 +451,7 @@ def test_fingerprint_follows_contents_not_place(tmp_path):
     [
         (
             {"kind": "books"},
-            "source='books' is not one of jsonl, memory_tasks, parquet, repositories, standard_library, text, tfds",
+            "source='books' is not one of huggingface, jsonl, memory_tasks, parquet, repositories, standard_library, ",
         ),
         ({"empty": "ignore"}, "empty='ignore' is not one of stop, skip"),
         ({"test_share": 0.6, "validation_share": 0.4}, "validation_share=0.4 and test_share=0.6 must"),

@@ -341,7 +341,7 @@ def test_command_line(tmp_path):
     words = ["-m", "meliad_like.prepare", f"--store={tmp_path / 'a store'}", "--workers=1"]
     done = forked.run(*words, "--gin_param=RunConfig.source='books'")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "'books' is not one of jsonl, " in done.stderr
+    assert done.stderr.count("\n") == 1 and "'books' is not one of huggingface, " in done.stderr
     done = forked.run(*words, "--part=/64")
     assert done.returncode == 2 and "--part=/64 must be two numbers, such as --part=3/64" in done.stderr
     for part in (["--part=1/1"], []):

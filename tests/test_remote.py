@@ -20,7 +20,6 @@ import meliad_like
 from meliad_like import command_line, remote
 from meliad_like.conversion.pretrained import Pretrained, write_huggingface
 from meliad_like.data import token_store
-from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.errors import UserError
@@ -311,14 +310,6 @@ def test_no_way_to_an_object_store(path, message, monkeypatch):
         any_path(path)
     with pytest.raises(UserError, match=re.escape(message)):
         TokenStore(path)
-
-
-def test_a_store_is_made_on_a_disk(bindings):
-    run = parse(bindings)
-    with pytest.raises(
-        UserError, match="a token store is made on a local disk: choose a folder here and copy it to gs:"
-    ):
-        prepare(run.source, run.vocabulary, "gs://bucket/store")
 
 
 def test_checkpoints_are_nowhere_but_on_disks_and_gs(bindings):

@@ -4,17 +4,21 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
 from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
+from meliad_like.remote import AnyPath, Version, absolute, is_remote, one_line
 from meliad_like.validation import check_choices
 
+READERS_AT_ONCE = 16  # The number of files of which the contents are compared at the same time.
 SPLITS = ("train", "validation", "test")
-SOURCES = Registry("source", "meliad_like.data.files_source", "meliad_like.data.records_source")
+SOURCES = Registry(
+    "source", "meliad_like.data.files_source", "meliad_like.data.records_source", "meliad_like.data.hub_source"
+)
 Policy = Literal["stop", "skip"]
 
 
@@ -53,6 +57,16 @@ Shard = Callable[[], Iterable[Reference]]
 """Some documents that can be read without those before them: a file of records, or all documents."""
 
 
+class SourceFile(NamedTuple):
+    """A file that determines documents."""
+
+    name: str
+    """A name that is the same in every folder."""
+    path: AnyPath
+    version: Version | None
+    """None: a link to nothing."""
+
+
 @dataclass(frozen=True)
 class Source:
     """An ordered collection of documents."""
@@ -61,12 +75,14 @@ class Source:
     """All documents, one shard after the other, in an order that depends on nothing but the documents."""
     num_documents: int | None
     """The number of documents, of a part about the number; None where counting means reading everything."""
-    files: tuple[tuple[str, Path], ...]
-    """Pairs (name, file): the files that determine the documents, with names that are the same in every folder."""
+    files: tuple[SourceFile, ...]
+    """The files that determine the documents."""
     by_share: bool = False
     """Whether the shares of validation and test assign the documents, instead of lists or names of files."""
     passed_over: str = ""
     """A sentence about the files of the folder that are not read, and why."""
+    place: str = ""
+    """The folder of the files, if the config does not name it."""
 
     def references(self) -> Iterator[Reference]:
         """All documents."""
@@ -220,10 +236,10 @@ class FolderSourceConfig(SourceConfig):
     undecodable: Policy = "stop"  # type: ignore[misc]
     """The treatment of a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
 
-    def existing_folder(self) -> Path:
-        """The folder's absolute path. Raises a UserError if there is no such folder."""
-        path = Path(self.folder).expanduser().absolute()
-        if not self.folder or not path.is_dir():
+    def existing_folder(self) -> AnyPath:
+        """The folder's absolute path. Raises a UserError if there is no such folder; an object store has no folders."""
+        path = absolute(self.folder)
+        if not self.folder or not (is_remote(path) or path.is_dir()):
             raise UserError(
                 f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}: name yours with "
                 "--gin_param=\"FolderSourceConfig.folder='DIR'\""
@@ -244,14 +260,27 @@ def open_source(config: SourceConfig) -> Source:
 
 def source_fingerprint(config: SourceConfig, source: Source) -> str:
     """SHA-256 of the settings and of every document's name and contents, so that it changes if a store would."""
-    contents = []
-    for name, path in source.files:
-        try:
-            with path.open("rb") as file:
-                contents.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
-        except OSError:  # It will be listed among the bad documents.
-            contents.append((name, "unreadable"))
-    return fingerprint([config.settings_fingerprint, *contents])
+    with ThreadPoolExecutor(READERS_AT_ONCE) as readers:
+        contents = readers.map(_content, source.files)
+        return fingerprint([config.settings_fingerprint, *zip((name for name, *_ in source.files), contents)])
+
+
+def _content(file: SourceFile) -> str:
+    """SHA-256 of the content of a file."""
+    if file.version and file.version.sha256:
+        return file.version.sha256
+    try:
+        with file.path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except refusals() as error:
+        check_disk(file.path, error)
+        return "unreadable"  # It will be listed among the bad documents.
+
+
+def check_disk(path: AnyPath, error: Exception) -> None:
+    """Raises a UserError if a file that can't be read is in an object store, where the others can't be read, either."""
+    if is_remote(path):
+        raise UserError(f"{path} can't be read: {one_line(error)}; the same command tries it again") from None
 
 
 def fill_splits(config: SourceConfig, source: Source) -> Source:

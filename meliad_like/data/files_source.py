@@ -4,7 +4,7 @@ import collections
 import fnmatch
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,13 @@ from meliad_like.data.documents import (
     NotUTF8Error,
     Source,
     SourceConfig,
+    SourceFile,
+    check_disk,
     decode,
 )
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import AnyPath, Version, one_line, version, versions_below
 
 SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
@@ -35,6 +38,9 @@ STANDARD_LIBRARY_EXCLUDE = (
 # Packages that every installation of Python 3.11 or newer has, with documents of more than 150,000 characters.
 STANDARD_LIBRARY_VALIDATION = ("http", "json")
 STANDARD_LIBRARY_TEST = ("logging", "urllib")
+
+
+LINKED_TWICE = "by a link: remove the link, or leave it out with exclude"
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def _by_folder(files: Sequence[str], single_files: bool = False) -> Groups:
 
 def _open(
     config: FilesSourceConfig,
-    root: Path,
+    root: AnyPath,
     suffixes: Sequence[str],
     group: Callable[[Sequence[str]], Groups],
     *,
@@ -130,14 +136,16 @@ def _open(
         for name, members in group(below):
             if folder and folder not in SPLITS:
                 name = f"{folder}/{name}"
-            split = config.split_of(name, None if by_share else splits[f"{folder}/{members[0]}".lstrip("/")])
+            whole_paths = [f"{folder}/{file}".lstrip("/") for file in members]
+            split = config.split_of(name, None if by_share else splits[whole_paths[0]])
             references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
-            contents += [(f"{split}/{name}/{file}", base / file) for file in members]
+            named = zip(members, whole_paths, strict=True)
+            contents += [SourceFile(f"{split}/{name}/{file}", root / path, files[path]) for file, path in named]
     return Source((references.copy,), len(references), tuple(contents), by_share and not config.listed, passed_over)
 
 
 def read_files(
-    name: str, split: str, root: Path, files: Sequence[str], headers: bool, skip_undecodable: bool
+    name: str, split: str, root: AnyPath, files: Sequence[str], headers: bool, skip_undecodable: bool
 ) -> Document:
     """A document of one or several files, one after the other.
 
@@ -150,10 +158,12 @@ def read_files(
     for file in files:
         try:
             text = decode((root / file).read_bytes(), str(root / file))
-        except OSError as error:
-            link = ", a link" if (root / file).is_symlink() else ""
+        except refusals() as error:
+            check_disk(root / file, error)
+            link = ", a link" if os.path.islink(root / file) else ""
+            reason = getattr(error, "strerror", error) or error
             raise BadDocumentError(
-                f"{root / file}{link} can't be read: {error.strerror or error}; remove it, or leave it out with exclude"
+                f"{root / file}{link} can't be read: {reason}; remove it, or leave it out with exclude"
             ) from None
         except NotUTF8Error as error:
             if headers and skip_undecodable:
@@ -168,9 +178,10 @@ def read_files(
 
 
 def list_files(
-    root: Path, suffixes: Sequence[str], exclude: Sequence[str], inner_links: bool = True
-) -> tuple[list[str], str]:
-    """Sorted paths (with `/`) below `root` of the files with one of the suffixes; and which others were passed over.
+    root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str], inner_links: bool = True
+) -> tuple[dict[str, Version | None], str]:
+    """The files below `root` with one of the suffixes, by their sorted paths (with `/`) below it; and which others were
+    passed over.
 
     Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`. Links are
     followed, except to a folder that the link is in.
@@ -186,6 +197,37 @@ def list_files(
     def is_included(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
+    if isinstance(root, Path):
+        found = dict.fromkeys(_walk(root, is_included, inner_links))
+    else:
+        try:
+            found = versions_below(root)
+        except refusals() as error:
+            raise UserError(f"{root} can't be listed: {one_line(error)}") from None
+        found = {path: found[path] for path in found if all(map(is_included, path.split("/")))}
+    files, passed_over = {}, collections.Counter()
+    for path in sorted(found):
+        if path.endswith(tuple(suffixes)):
+            files[path] = found[path]
+        else:
+            is_broken = os.path.islink(root / path) and not os.path.exists(root / path)
+            passed_over["a broken link" if is_broken else os.path.splitext(path)[1] or "no suffix"] += 1
+    if isinstance(root, Path):
+        for path, first in _repeated_files(root, list(files)).items():
+            if inner_links:
+                raise UserError(f"{root / first} and {root / path} are one file, {LINKED_TWICE}")
+            del files[path]
+        files = {path: version(root / path) if (root / path).exists() else None for path in files}
+    most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
+    return files, most and (
+        f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
+        f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
+    )
+
+
+def _walk(root: Path, is_included: Callable[[str], bool], inner_links: bool) -> Iterator[str]:
+    """The paths of the files that are included below a folder on a disk, in any order."""
+
     def is_new(folder: Path) -> bool:
         real = folder.resolve()
         if not inner_links and folder.is_symlink() and real.is_relative_to(root.resolve()):
@@ -194,31 +236,15 @@ def list_files(
             return True
         if not inner_links or folder.is_relative_to(first):
             return False
-        raise UserError(f"{first} and {folder} are one folder, {way_out}")
+        raise UserError(f"{first} and {folder} are one folder, {LINKED_TWICE}")
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; leave it out with exclude")
 
-    way_out = "by a link: remove the link, or leave it out with exclude"
-    paths, passed_over, read = [], collections.Counter(), {root.resolve(): root}
+    read = {root.resolve(): root}
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         folders[:] = [name for name in sorted(folders) if is_included(name) and is_new(Path(folder, name))]
-        below = Path(folder).relative_to(root)
-        for name in filter(is_included, files):
-            if name.endswith(tuple(suffixes)):
-                paths.append((below / name).as_posix())
-            else:
-                is_broken = os.path.islink(path := os.path.join(folder, name)) and not os.path.exists(path)
-                passed_over["a broken link" if is_broken else os.path.splitext(name)[1] or "no suffix"] += 1
-    for path, first in _repeated_files(root, paths).items():
-        if inner_links:
-            raise UserError(f"{root / first} and {root / path} are one file, {way_out}")
-        paths.remove(path)
-    most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
-    return sorted(paths), most and (
-        f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
-        f"suffixes = ({', '.join(map(repr, suffixes))},) are read"
-    )
+        yield from ((Path(folder).relative_to(root) / name).as_posix() for name in filter(is_included, files))
 
 
 def _repeated_files(root: Path, paths: Sequence[str]) -> dict[str, str]:

@@ -17,11 +17,11 @@ names, or to read a folder further down: documents that are held out would be de
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 
 from meliad_like.data.documents import SourceConfig
 from meliad_like.errors import UserError
+from meliad_like.remote import AnyPath
 
 WORDS = dict.fromkeys(("train", "training"), "train")
 WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eval", "evaluation"), "validation")
@@ -77,7 +77,7 @@ def _splits_in(words: set[str]) -> set[str]:
 
 
 def named_splits(
-    config: SourceConfig, root: Path, files: Sequence[str], splits_of: Callable[[str], set[str]]
+    config: SourceConfig, root: AnyPath, files: Iterable[str], splits_of: Callable[[str], set[str]]
 ) -> dict[str, str]:
     """The split that each file is named after; empty if names don't assign documents.
 

@@ -8,15 +8,19 @@ STORE.parts/3/train/ ...  the splits of a part, as in a token store
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
+from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meliad_like.caches import cache_folder
 from meliad_like.data.documents import (
     SOURCES,
     SPLITS,
@@ -43,9 +47,9 @@ from meliad_like.data.token_store import (
     write_info,
 )
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
 from meliad_like.registry import fingerprint
-from meliad_like.remote import is_remote
+from meliad_like.remote import AnyPath, any_path, copy_folder, is_remote, one_line
 from meliad_like.resumable import check_same, locked, read_json, whole_folder, write_json
 
 Result = TypeVar("Result")
@@ -67,15 +71,16 @@ class Written:
 def prepare(
     source: SourceConfig,
     vocabulary: VocabularyConfig,
-    folder: str | Path,
+    folder: epath.PathLike,
     num_workers: int = 0,
     *,
     for_training: bool = False,
 ) -> TokenStore:
     """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
-    A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined.
-    Progress, warnings and a table go to standard error.
+    A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. A store
+    for an object store is made in the user's cache directory, where this machine's trainings look for a copy, and then
+    copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
@@ -84,18 +89,26 @@ def prepare(
     Raises:
       UserError: `folder` holds something else, a document is bad, a part is missing, or the disk is full.
     """
-    folder, parts, console = _places(folder)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
+    if is_remote(folder):
+        place, local = any_path(folder), cache_folder("prepared") / quote(os.fspath(folder), safe="")
+        if local.exists() or not _reuse(place, source, opened, vocabulary, console):
+            made = prepare(source, vocabulary, local, num_workers, for_training=for_training)
+            console.print(f"copying the token store to {place}")
+            try:
+                copy_folder(epath.Path(local), place, last=STORE_NAME)
+            except refusals() as error:
+                why = f"{place} can't be written to: {one_line(error)}; the same command copies the token store"
+                raise UserError(why) from None
+            copy = cache_folder("stores") / made.fingerprint
+            copy.parent.mkdir(exist_ok=True)
+            shutil.rmtree(local) if copy.exists() else local.rename(copy)
+        return TokenStore(place)
+    folder, parts = _places(folder)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
-        if (store := _existing(folder, source, vocabulary)) is not None:
-            # Documents without a folder to look at, such as another Python's, differ in their contents alone.
-            if files_fingerprint(opened) != store.info.files:
-                contents = source_fingerprint(source, opened)
-                way_out = "delete the token store, or choose another --store"
-                check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
-            console.print(f"reusing the token store {folder}")
-        else:
+        if not _reuse(folder, source, opened, vocabulary, console):
             contents = source_fingerprint(source, opened)
             with whole_folder(folder) as incomplete:
                 if (parts / PARTS_NAME).exists():
@@ -112,7 +125,7 @@ def prepare(
                     source=contents,
                     source_settings=source.settings_fingerprint,
                     settings={"source": source.settings, "vocabulary": vocabulary.settings},
-                    folder=absolute_folder(source),
+                    folder=absolute_folder(source) or opened.place,
                     files=files_fingerprint(opened),
                     vocabulary=encoder.fingerprint,
                     vocabulary_settings=vocabulary.settings_fingerprint,
@@ -130,7 +143,7 @@ def prepare(
 def prepare_part(
     source: SourceConfig,
     vocabulary: VocabularyConfig,
-    folder: str | Path,
+    folder: epath.PathLike,
     part: int,
     number: int,
     num_workers: int = 0,
@@ -145,10 +158,12 @@ def prepare_part(
     """
     if not 1 <= part <= number:
         raise UserError(f"--part={part}/{number} must be one of 1/{number} to {number}/{number}")
-    folder, parts, console = _places(folder)
+    if is_remote(folder):
+        raise UserError(f"--part makes a part of a token store on a disk that the machines share, not of {folder}")
+    folder, parts = _places(folder)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
-    if _existing(folder, source, vocabulary) is not None:
-        console.print(f"reusing the token store {folder}")
+    if _reuse(folder, source, opened, vocabulary, console):
         return
     identity = _identity(source, opened, vocabulary) | {"parts": number}
     opened = fill_splits(source, opened)
@@ -172,24 +187,29 @@ def prepare_part(
     console.print(f"part {part}/{number} is in {part_folder}")
 
 
-def _places(folder: str | Path) -> tuple[Path, Path, Console]:
-    """The folders of a token store and of its parts, and where progress is shown."""
-    if is_remote(folder):
-        raise UserError(f"a token store is made on a local disk: choose a folder here and copy it to {folder}")
+def _places(folder: epath.PathLike) -> tuple[Path, Path]:
+    """The folders of a token store and of its parts."""
     folder = Path(folder).expanduser().absolute()
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    return folder, folder.with_name(f"{folder.name}.parts"), console
+    return folder, folder.with_name(f"{folder.name}.parts")
 
 
-def _existing(folder: Path, source: SourceConfig, vocabulary: VocabularyConfig) -> TokenStore | None:
-    """The token store of these settings in a folder; None if the folder is missing or empty."""
+def _reuse(
+    folder: AnyPath, source: SourceConfig, opened: Source, vocabulary: VocabularyConfig, console: Console
+) -> bool:
+    """Whether the token store of these documents and settings is in a folder; otherwise the folder is empty."""
     if not folder.exists() or not any(folder.iterdir()):
-        return None
+        return False
     if not (folder / STORE_NAME).exists():
         raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
     store = TokenStore(folder)
     store.check_settings(source, vocabulary)
-    return store
+    # Documents without a folder to look at, such as another Python's, differ in their contents alone.
+    if files_fingerprint(opened) != store.info.files:
+        contents = source_fingerprint(source, opened)
+        way_out = "delete the token store, or choose another --store"
+        check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
+    console.print(f"reusing the token store {folder}")
+    return True
 
 
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:

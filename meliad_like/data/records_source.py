@@ -3,13 +3,13 @@ Datasets."""
 
 import functools
 import gzip
+import io
 import itertools
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,12 +23,15 @@ from meliad_like.data.documents import (
     RecordError,
     Reference,
     Source,
+    SourceFile,
+    check_disk,
     decode,
     raise_bad_document,
 )
 from meliad_like.data.files_source import list_files
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_path
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import AnyPath, Version, absolute, version
 from meliad_like.resumable import parse_json
 
 if sys.version_info >= (3, 14):
@@ -39,7 +42,7 @@ else:
 # pyarrow and tensorflow_datasets are imported in functions: they take up to a second, and worker processes import this
 # module.
 INFO_NAME = "dataset_info.json"
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE, READ_BYTES = 64, 2**18
 SPLIT_FIELD = "split"
 LARGEST_WINDOW: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 """Files that were compressed with `zstd --long=31` need 2 GiB of memory."""
@@ -92,42 +95,49 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
     """The words of a message for a damaged file."""
 
     def open(self) -> Source:
-        path, passed_over = Path(self.folder).expanduser().absolute(), ""
+        root, files, splits, passed_over = self.find_files()
+        # `zstd FILE` keeps the file.
+        if copies := {f"{file}{suffix}" for file in files for suffix in (".gz", ".zst")} & {*files}:
+            copy = root / min(copies)
+            raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
+        by_share = not names_assign(splits)
+        contents = tuple(SourceFile(file, root / file, files[file]) for file in files)
+        num_documents = self.count([file.path for file in contents]) if files else 0
+        found_in = {} if by_share else splits
+        shards = tuple(partial(self._references, file, path, found_in.get(file)) for file, path, _ in contents)
+        return Source(shards, num_documents, contents, by_share and not self.listed, passed_over, str(root))
+
+    def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
+        """The folder, its files by their sorted paths below it, the split that each is named after (`named_splits`),
+        and which files were passed over."""
+        path, passed_over = absolute(self.folder), ""
         suffixes = self.suffixes or self.usual_suffixes
         if self.folder.endswith(suffixes) and path.is_file():
-            root, files = path.parent, [path.name]
+            root, files = path.parent, dict[str, Version | None]({path.name: version(path)})
         else:
             root = self.existing_folder()
             files, passed_over = list_files(root, suffixes, self.exclude)
-        # `zstd FILE` keeps the file.
-        if copies := {f"{file}{suffix}" for file in files for suffix in (".gz", ".zst")} & set(files):
-            copy = root / min(copies)
-            raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
-        splits = named_splits(self, root, files, splits_of_path)
-        by_share = not names_assign(splits)
-        contents = tuple((file, root / file) for file in files)
-        num_documents = self.count([path for _, path in contents]) if files else 0
-        found_in = {} if by_share else splits
-        shards = tuple(partial(self._references, file, path, found_in.get(file)) for file, path in contents)
-        return Source(shards, num_documents, contents, by_share and not self.listed, passed_over)
+        return root, files, named_splits(self, root, files, splits_of_path), passed_over
 
-    def _references(self, file: str, path: Path, split: str | None) -> Iterator[Reference]:
+    def _references(self, file: str, path: AnyPath, split: str | None) -> Iterator[Reference]:
         number = 0
         try:
             for number, record in enumerate(self.records(path), 1):
                 if record:
                     # The record itself: a compressed file cannot be read from the middle.
                     yield partial(self.read, record, f"{file}:{number}", split)
-        except (OSError, *self.damage()) as error:
+        except (*refusals(), *self.damage()) as error:
+            if not isinstance(error, self.damage()):
+                check_disk(path, error)
             text = getattr(error, "strerror", None)
             reason = f"can't be read: {text}" if text else f"{self.unreadable}: {error}"
             yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
 
-    def count(self, files: Sequence[Path]) -> int | None:
+    def count(self, files: Sequence[AnyPath]) -> int | None:
         """The number of documents; None if counting them means reading everything."""
         return None
 
-    def records(self, path: Path) -> Iterator[Any]:
+    def records(self, path: AnyPath) -> Iterator[Any]:
         """The argument of `read` for each record of a file; something false where a record is left out."""
         raise NotImplementedError
 
@@ -151,14 +161,15 @@ class JsonLinesSource(RecordFilesSourceConfig):
     )  # fmt: skip
     unreadable = "cannot be decompressed"
 
-    def records(self, path: Path) -> Iterator[bytes]:
+    def records(self, path: AnyPath) -> Iterator[bytes]:
         zstd_open = partial(zstd.open, options=LARGEST_WINDOW)
-        open_file: Any = {".gz": gzip.open, ".zst": zstd_open}.get(path.suffix, open)
-        with open_file(path, "rb") as file:
+        plain = partial(io.BufferedReader, buffer_size=READ_BYTES)
+        open_file: Any = {".gz": gzip.open, ".zst": zstd_open}.get(path.suffix, plain)
+        with path.open("rb") as raw, open_file(raw) as file:
             yield from (b"" if line.isspace() else line for line in file)
 
     def damage(self) -> tuple[type[Exception], ...]:
-        return EOFError, zlib.error, zstd.ZstdError
+        return EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError
 
     def read(self, record: bytes, place: str, found_in: str | None) -> Document:
         text = decode(record, place)
@@ -181,18 +192,22 @@ class ParquetSource(RecordFilesSourceConfig):
     usual_suffixes = (".parquet",)
     unreadable = "cannot be read as parquet"
 
-    def count(self, files: Sequence[Path]) -> int | None:
+    def count(self, files: Sequence[AnyPath]) -> int | None:
         from pyarrow import parquet
 
+        number = 0
         try:
-            return sum(parquet.read_metadata(path).num_rows for path in files)
-        except (OSError, *self.damage()):  # The file will be listed among the bad documents.
+            for path in files:
+                with path.open("rb") as file:
+                    number += parquet.read_metadata(file).num_rows
+        except (*refusals(), *self.damage()):  # The file will be listed among the bad documents.
             return None
+        return number
 
-    def records(self, path: Path) -> Iterator[dict[str, Any]]:
+    def records(self, path: AnyPath) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
 
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path.open("rb"))
         names = file.schema_arrow.names
         fields = [name for name in (self.text_field, self.name_field) if name]
         if not set(fields) <= set(names):
@@ -245,13 +260,13 @@ class TfdsSource(RecordsSourceConfig):
             raise UserError(f"{root} has a split {unknown[0]!r}; the splits that can be read are {', '.join(SPLITS)}")
         sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
         # The info names the version, the splits, and every file's number of examples; a version's files never change.
-        contents = ((info.full_name, root / INFO_NAME),)
+        contents = (SourceFile(info.full_name, root / INFO_NAME, version(root / INFO_NAME)),)
         held_out = self.splits_by_name and not {"validation", "test"}.isdisjoint(sizes)
         by_share = not held_out and not self.listed
         references = partial(self._references, str(root), sizes, held_out)
         return Source((references,), sum(sizes.values()), contents, by_share)
 
-    def _version_folder(self) -> Path:
+    def _version_folder(self) -> AnyPath:
         root = self.existing_folder()
         if (root / INFO_NAME).exists():
             return root

@@ -12,7 +12,6 @@ when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_H
 """
 
 import hashlib
-import os
 import shutil
 import sys
 from array import array
@@ -30,7 +29,17 @@ from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
-from meliad_like.remote import CHUNK_BYTES, any_path, copy_folder, is_remote, one_line, size_of
+from meliad_like.remote import (
+    CHUNK_BYTES,
+    Version,
+    absolute,
+    any_path,
+    copy_folder,
+    is_remote,
+    one_line,
+    size_of,
+    version,
+)
 from meliad_like.resumable import describe_differences, locked, read_json, whole_folder, write_json
 
 FORMAT_VERSION = 5
@@ -89,12 +98,12 @@ class StoreInfo:
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    return fingerprint([(name, *(_size_and_time(path) if path.exists() else ())) for name, path in source.files])
+    return fingerprint([(name, *(version[:2] if version else ())) for name, _, version in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
     """The absolute path of the source's folder; "": it has none."""
-    return str(Path(source.folder).expanduser().absolute()) if source.folder else ""
+    return str(absolute(source.folder)) if source.folder else ""
 
 
 def short(fingerprint: str) -> str:
@@ -118,7 +127,7 @@ class TokenStore:
             )
         self.folder = any_path(folder)
         self.info = read_info(self.folder)
-        self._opened: dict[epath.Path, tuple[int, int]] = {}
+        self._opened: dict[epath.Path, Version] = {}
         for split in self.info.splits:
             self._check_size(self.folder / split, split, f"delete {self.folder} and prepare it again")
 
@@ -160,7 +169,7 @@ class TokenStore:
                 "test_share"
             )
         folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
-        self._opened.setdefault(folder / TOKENS_NAME, _size_and_time(folder / TOKENS_NAME))
+        self._opened.setdefault(folder / TOKENS_NAME, version(folder / TOKENS_NAME))
         if _checksum(Path(folder)) != self.info.splits[name].checksum:
             raise UserError(f"{folder / DOCUMENTS_NAME} or {NAMES_NAME} is damaged or missing: prepare the store again")
         lengths, num_bytes, num_words, ends_of_names = np.asarray(np.load(folder / DOCUMENTS_NAME, mmap_mode="r"))
@@ -210,8 +219,8 @@ class TokenStore:
 
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
-        for path, size_and_time in self._opened.items():
-            if not path.exists() or _size_and_time(path) != size_and_time:
+        for path, opened in self._opened.items():
+            if not path.exists() or version(path) != opened:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
     def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
@@ -234,9 +243,9 @@ class TokenStore:
         A folder that was moved is the same one, and it may be missing on machines that only have the store.
         """
         folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
-        if not folder or (same_folder and not Path(folder).exists()):
+        if not folder or (same_folder and not any_path(folder).exists()):
             return
-        if not Path(folder).exists():
+        if not any_path(folder).exists():
             change = f"and FolderSourceConfig.folder = {folder!r} does not exist"
         else:
             opened = open_source(source)
@@ -275,11 +284,6 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
         raise UserError(f"{path} is damaged: prepare the store again")
     splits = {split: Totals(**totals) for split, totals in saved["splits"].items()}
     return StoreInfo(**saved | {"splits": splits})
-
-
-def _size_and_time(path: os.PathLike) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
 
 
 def _checksum(folder: Path) -> str:

@@ -1,0 +1,146 @@
+"""Data sets of the Hugging Face Hub: their files of records, without the library `datasets`.
+
+The files are read through hf:// as those of a folder are: one after the other, some rows at a time, with the same
+errors for damaged ones, and in parts on several machines. `datasets` would write a copy of each data set to the disk,
+or stream records that have no place in a file.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsspec.utils import glob_translate
+
+from meliad_like.data.documents import SOURCES, Document, Source, SourceFile
+from meliad_like.data.files_source import list_files
+from meliad_like.data.named_splits import named_splits, splits_of_path
+from meliad_like.data.records_source import JsonLinesSource, ParquetSource
+from meliad_like.errors import UserError, reading, refusals
+from meliad_like.remote import AnyPath, Version, any_path, one_line
+
+CARD_NAME = "README.md"
+CONVERTED = "refs/convert/parquet"
+"""The branch in which the Hub keeps parquet files of data sets in other formats."""
+
+
+@SOURCES.register("huggingface")
+@dataclass(frozen=True)
+class HuggingFaceSource(ParquetSource, JsonLinesSource):
+    """A data set of the Hugging Face Hub, in parquet files or JSON lines. Its card, or otherwise the names of folders
+    and files, say which files are of which split.
+
+    `folder` may name a copy (`hf download NAME --repo-type dataset --local-dir DIR`), which is then read instead.
+    """
+
+    dataset: str = ""
+    """The name of the data set, such as `emozilla/pg19`."""
+    configuration: str = ""
+    """A configuration of the data set; "": its default."""
+    revision: str = "main"
+    """A branch, a tag or a commit. The token store is of the commit that is read. The Hub converts data sets in other
+    formats to parquet in the branch `refs/convert/parquet`."""
+
+    usual_suffixes = (*ParquetSource.usual_suffixes, *JsonLinesSource.usual_suffixes, ".json")
+    unreadable = "is damaged"
+
+    def open(self) -> Source:
+        opened = super().open()
+        if self.folder:
+            return opened
+        commit = opened.place.rpartition("@")[2]
+        return replace(
+            opened, files=(*opened.files, SourceFile("commit", any_path(opened.place), Version(0, commit, commit)))
+        )
+
+    def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
+        root = self.existing_folder() if self.folder else self._commit()
+        listed, passed_over = list_files(root, self.suffixes or self.usual_suffixes, (CARD_NAME, *self.exclude))
+        splits = self._splits_of_card(root, listed)
+        if splits is None:
+            inside = self.configuration or ("default" if self.revision == CONVERTED else "")
+            files = [file for file in listed if file.startswith(f"{inside}/" if inside else "")]
+            splits = named_splits(self, root, files, splits_of_path)
+        else:
+            files = sorted(splits)
+        if cut := next((file for file in files if re.search(r"(^|/)partial-\w+/", file)), None):
+            raise UserError(f"{root / cut} is of the first 5 GB of the data set alone: name another revision")
+        if not files:
+            raise UserError(
+                f"{root} has no files of the configuration {self.configuration or 'default'!r} with a suffix of "
+                f"{', '.join(self.usual_suffixes)}: perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
+            )
+        used = splits if self.splits_by_name and not self.listed else {}
+        return root, {file: listed[file] for file in files}, used, passed_over
+
+    def _commit(self) -> AnyPath:
+        """The folder of the commit to read."""
+        # It takes half a second, and worker processes import this module.
+        from huggingface_hub import HfApi
+
+        if not self.dataset:
+            raise UserError("name a data set of the Hub, HuggingFaceSource.dataset = 'ORG/NAME'")
+        try:
+            commit = HfApi().dataset_info(self.dataset, revision=self.revision).sha
+        except refusals() as error:
+            raise UserError(
+                f"the data set {self.dataset!r} of the Hub, revision {self.revision!r}, can't be read: "
+                f"{one_line(error)}; FolderSourceConfig.folder may name a copy"
+            ) from None
+        return any_path(f"hf://datasets/{self.dataset}@{commit}")
+
+    def _splits_of_card(self, root: AnyPath, listed: Iterable[str]) -> dict[str, str] | None:
+        """The splits of the files that the card names for the configuration; None: it names no files."""
+        from huggingface_hub import DatasetCard
+        from yaml import YAMLError
+
+        card = root / CARD_NAME
+        text = card.read_text() if card.exists() else ""
+        # A card with nothing but text.
+        if not text.startswith("---"):
+            return None
+        with reading(card, "card of a data set", ValueError, TypeError, KeyError, YAMLError):
+            configs = {config["config_name"]: config for config in DatasetCard(text).data.to_dict().get("configs", ())}
+            patterns = {name: _patterns(config.get("data_files") or ()) for name, config in configs.items()}
+            defaults = [name for name, config in configs.items() if name == "default" or config.get("default")]
+        if not any(patterns.values()):
+            return None
+        name = self.configuration or next(iter(defaults or (configs if len(configs) == 1 else ())), "")
+        if name not in patterns:
+            names = ", ".join(map(repr, patterns))
+            raise UserError(f"{card} has the configurations {names}: choose HuggingFaceSource.configuration")
+        splits: dict[str, str] = {}
+        for split, pattern in patterns[name]:
+            matches = [file for file in listed if re.fullmatch(glob_translate(pattern.removeprefix("./")), file)]
+            if not (matches or self.exclude):
+                raise UserError(
+                    f"{card} names files {pattern!r}, of which none has a suffix of {', '.join(self.usual_suffixes)}: "
+                    f"perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
+                )
+            if matches and len(known := splits_of_path(f"{split}/")) != 1:
+                raise UserError(
+                    f"{card} has a split {split!r}, which is none of train, validation and test: leave its files out "
+                    "with HuggingFaceSource.exclude"
+                )
+            for file in matches:
+                if splits.setdefault(file, min(known)) not in known:
+                    raise UserError(f"{card} names {file} for {splits[file]} and for {split}")
+        return splits
+
+    def records(self, path: AnyPath) -> Iterator[Any]:
+        return (ParquetSource if path.suffix == ".parquet" else JsonLinesSource).records(self, path)
+
+    def damage(self) -> tuple[type[Exception], ...]:
+        return ParquetSource.damage(self) + JsonLinesSource.damage(self)
+
+    def read(self, record: Any, place: str, found_in: str | None) -> Document:
+        return (JsonLinesSource if isinstance(record, bytes) else ParquetSource).read(self, record, place, found_in)
+
+
+def _patterns(data_files: Any) -> list[tuple[str, str]]:
+    """Pairs (split, pattern of files) of the field `data_files` of a configuration in a card."""
+    pairs = []
+    for entry in [data_files] if isinstance(data_files, str) else data_files:
+        split, paths = ("train", entry) if isinstance(entry, str) else (entry["split"], entry["path"])
+        pairs += [(split, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return pairs

@@ -1,0 +1,179 @@
+"""Data sets of the Hugging Face Hub, in a fake of it, beside their copies on a disk."""
+
+import gzip
+import io
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fake_hub import fake_hub
+
+from meliad_like.data.documents import open_source
+from meliad_like.data.hub_source import HuggingFaceSource
+from meliad_like.data.preparation import prepare
+from meliad_like.data.records_source import ParquetSource
+from meliad_like.data.token_store import TokenStore
+from meliad_like.data.vocabulary import BytesVocabularyConfig
+from meliad_like.errors import UserError
+
+BYTES = BytesVocabularyConfig()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """One for all tests: fsspec remembers the address of the first."""
+    with pytest.MonkeyPatch.context() as monkeypatch, fake_hub(monkeypatch, tmp_path_factory.mktemp("cache")) as hub:
+        yield hub
+
+
+def parquet(*texts):
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), content, row_group_size=3)
+    return content.getvalue()
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def card(*configs):
+    return f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# A data set\n".encode()
+
+
+def config(split_patterns, name="default", **fields):
+    return {"config_name": name, "data_files": [{"split": s, "path": p} for s, p in split_patterns.items()], **fields}
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+def documents(**settings):
+    """(split, name) -> text of all documents."""
+    read = [reference() for reference in open_source(HuggingFaceSource(**settings)).references()]
+    return {(document.split, document.name): document.text for document in read}
+
+
+BOOKS = {
+    f"data/{split}-0000{i}-of-00002.parquet": parquet(*(f"{split} {i} {j}\n" * 9 for j in range(7)))
+    for split in ("train", "validation", "test")
+    for i in range(2)
+}
+
+
+def test_a_store_of_a_data_set_is_that_of_its_copy(hub, tmp_path):
+    """And of its parquet files alone: the same tokens. The commit is in the fingerprint."""
+    files = {"README.md": b"# Books", ".gitattributes": b"", **BOOKS}
+    first = hub.put("datasets/org/books", files)
+    online = prepare(HuggingFaceSource(dataset="org/books"), BYTES, tmp_path / "online", 1)
+    copy = write(tmp_path / "copy", files)
+    offline = prepare(HuggingFaceSource(folder=copy), BYTES, tmp_path / "offline", 1)
+    plain = prepare(ParquetSource(folder=copy), BYTES, tmp_path / "plain", 1)
+    assert online.info.splits == offline.info.splits == plain.info.splits
+    assert online.info.splits["train"].documents == 14
+    for split in ("train", "validation", "test"):
+        tokens = {(tmp_path / name / split / "tokens.bin").read_bytes() for name in ("online", "offline", "plain")}
+        assert len(tokens) == 1
+    assert online.info.folder == f"hf://datasets/org/books@{first}"
+    # The Hub knows the contents' checksums: a file is read for its rows and their number alone.
+    assert max(hub.downloads[name] for name in BOOKS) <= 3
+    second = hub.put("datasets/org/books", files | {"README.md": b"# Other books"})
+    assert second != first
+    with pytest.raises(UserError, match="online belongs to another config: source is"):
+        prepare(HuggingFaceSource(dataset="org/books"), BYTES, tmp_path / "online", 1)
+    pinned = HuggingFaceSource(dataset="org/books", revision=first)
+    assert prepare(pinned, BYTES, tmp_path / "pinned", 1).info.source != online.info.source  # another setting
+    # A training needs no Hub.
+    TokenStore(tmp_path / "online").check_settings(HuggingFaceSource(dataset="org/books"), BYTES)
+
+
+def test_splits_and_configurations_of_the_card(tmp_path):
+    files = {
+        "README.md": card(
+            config({"train": "a/*.jsonl", "dev": ["b.json", "c/**"]}),
+            config({"test_sft": "./d.jsonl.gz"}, "other"),
+        ),
+        "a/1.jsonl": lines("a 1"),
+        "a/deep/2.jsonl": lines("not matched"),
+        "b.json": lines("b"),
+        "c/x/y.parquet": parquet("c"),
+        "d.jsonl.gz": gzip.compress(lines("d")),
+        "dataset_infos.json": b"{}",
+    }
+    folder = write(tmp_path / "set", files)
+    expected = {("train", "a/1.jsonl:1"): "a 1", ("validation", "b.json:1"): "b"}
+    assert documents(folder=folder) == expected | {("validation", "c/x/y.parquet:1"): "c"}
+    assert documents(folder=folder, configuration="other") == {("test", "d.jsonl.gz:1"): "d"}
+    names = r"README.md has the configurations 'default', 'other': choose HuggingFaceSource.configuration"
+    with pytest.raises(UserError, match=names):
+        documents(folder=folder, configuration="third")
+    write(tmp_path / "set", {"README.md": card(config({"train": "b.json"}, "x"), config({"train": "b.json"}, "y"))})
+    with pytest.raises(UserError, match="the configurations 'x', 'y'"):
+        documents(folder=folder)
+    write(tmp_path / "set", {"README.md": card(config({}, "x"), config({"test": "b.json"}, "y", default=True))})
+    assert documents(folder=folder) == {("test", "b.json:1"): "b"}
+    assert set(documents(folder=folder, splits_by_name=False, test_share=0.0, validation_share=0.0)) == {
+        ("train", "b.json:1")
+    }
+
+
+def test_a_card_with_train_alone_is_dealt(tmp_path):
+    files = {"README.md": card(config({"train": "data/*"})), "data/all.jsonl": lines(*(f"text {i}" for i in range(99)))}
+    folder = write(tmp_path / "set", files)
+    store = prepare(HuggingFaceSource(folder=folder, test_share=0.2), BYTES, tmp_path / "store", 1)
+    assert all(totals.documents for totals in store.info.splits.values())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"unsupervised": "a.jsonl"}, "has a split 'unsupervised', which is none of train, validation and test: leave"),
+        ({"train": "*.jsonl", "test": "a.jsonl"}, "names a.jsonl for train and for test"),
+        ({"train": "*.csv"}, r"names files '\*.csv', of which none .*: perhaps HuggingFaceSource.revision = 'refs/con"),
+        ({"train": 3}, "README.md is damaged, or no card of a data set"),
+    ],
+)
+def test_cards_that_can_not_be_used(tmp_path, patterns, message):
+    folder = write(tmp_path, {"README.md": card(config(patterns)), "a.jsonl": lines("a"), "b.jsonl": lines("b")})
+    with pytest.raises(UserError, match=message):
+        documents(folder=folder)
+    if "unsupervised" in patterns:
+        write(tmp_path, {"README.md": card(config(patterns | {"train": "b.jsonl"}))})
+        assert documents(folder=folder, exclude=("a.jsonl",)) == {("train", "b.jsonl:1"): "b"}
+
+
+def test_converted_parquet_files(hub):
+    """The Hub converts only the first 5 GB of large data sets: they would be a silently smaller data set."""
+    converted = {f"default/{split}/0000.parquet": parquet(split) for split in ("train", "test")}
+    hub.put("datasets/org/scripted", {"scripted.py": b"raise SystemExit"})
+    hub.put("datasets/org/scripted", converted | {"other/train/0000.parquet": parquet("x")}, "refs/convert/parquet")
+    with pytest.raises(UserError, match=r"@\w+ has no files of the configuration 'default' .*'refs/convert/parquet'"):
+        documents(dataset="org/scripted")
+    found = documents(dataset="org/scripted", revision="refs/convert/parquet")
+    assert {split: text for (split, _), text in found.items()} == {"train": "train", "test": "test"}
+    cut = {"default/partial-train/0000.parquet": parquet("x"), "default/test/0000.parquet": parquet("y")}
+    hub.put("datasets/org/cut", cut, "refs/convert/parquet")
+    with pytest.raises(UserError, match="partial-train/0000.parquet is of the first 5 GB of the data set alone"):
+        documents(dataset="org/cut", revision="refs/convert/parquet")
+
+
+def test_a_data_set_that_is_not_there(hub):
+    for settings in {"dataset": "org/none"}, {"dataset": "org/books", "revision": "none"}:
+        with pytest.raises(
+            UserError, match="^the data set 'org/\\w+' of the Hub, revision '\\w+', can't be read: [^\\n]*$"
+        ):
+            documents(**settings)
+    with pytest.raises(UserError, match="name a data set of the Hub, HuggingFaceSource.dataset = 'ORG/NAME'"):
+        documents()
+
+
+def test_a_folder_of_the_hub(hub):
+    """By the way of all other sources."""
+    hub.put("datasets/org/plain", BOOKS)
+    opened = open_source(ParquetSource(folder="hf://datasets/org/plain@main/data", exclude=("*-00001-*",)))
+    splits = [reference().split for reference in opened.references()]
+    assert splits == ["test"] * 7 + ["train"] * 7 + ["validation"] * 7

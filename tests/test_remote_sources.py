@@ -1,0 +1,220 @@
+"""Documents on gs://, in a fake bucket that can fail, beside the same documents on a disk."""
+
+import collections
+import dataclasses
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from backports import zstd
+from fake_gcs import DROPPED, fake_gcs
+
+from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
+from meliad_like.data.files_source import TextSource
+from meliad_like.data.preparation import prepare, prepare_part
+from meliad_like.data.records_source import JsonLinesSource
+from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.data.vocabulary import BytesVocabularyConfig
+from meliad_like.errors import UserError
+
+BYTES = BytesVocabularyConfig()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests: gcsfs remembers the address of the first."""
+    with pytest.MonkeyPatch.context() as monkeypatch, fake_gcs(monkeypatch) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server):
+    server.objects.clear()
+    yield server
+    server.refuse = lambda method, name: None
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def records(number, word):
+    return [{"text": f"{word} {i} é\n" * (i + 1), "name": f"{word}{i}"} for i in range(number)]
+
+
+def lines(number, word):
+    return "".join(json.dumps(record) + "\n" for record in records(number, word)).encode()
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder for each kind of source, with files that are left out."""
+    files = {
+        f"text/books/{split}/{i}.txt": f"{split} {i}\r\n".encode() * 9 for split in ("train", "dev") for i in range(5)
+    }
+    files |= {"text/notes.md": b"no document", "text/.hidden/a.txt": b"hidden", "text/vendor/a.txt": b"excluded"}
+    files |= {f"repositories/{name}/src/a.py": b"x = 1\n" for name in "abcdefgh"}
+    files |= {
+        "jsonl/train.jsonl": lines(30, "plain"),
+        "jsonl/train-1.jsonl.gz": gzip.compress(lines(30, "gzip")),
+        "jsonl/test.json.zst": zstd.compress(lines(5, "zstd")),
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "parquet").mkdir()
+    table = pyarrow.Table.from_pylist(records(50, "row"))
+    pyarrow.parquet.write_table(table, tmp_path / "parquet" / "a.parquet", row_group_size=9)
+    return tmp_path
+
+
+def source(kind, folder):
+    return SOURCES[kind](folder=str(folder), exclude=("vendor",))
+
+
+def upload(bucket, folder):
+    for path in paths(folder):
+        bucket.put(path.relative_to(folder.parent).as_posix(), path.read_bytes())
+
+
+def paths(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def files(folder):
+    """All files of a token store but what it says of a place and its times."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in paths(folder)}
+    saved = json.loads(found.pop(STORE_NAME))
+    return found, {name: saved[name] for name in saved if name not in ("folder", "files", "checksum")}
+
+
+@pytest.mark.parametrize("kind", ["text", "repositories", "jsonl", "parquet"])
+def test_a_store_of_documents_in_a_bucket_is_that_of_a_disk(kind, folders, bucket, tmp_path, capsys):
+    """In one process, in two, and in parts."""
+    upload(bucket, folders / kind)
+    here, there = source(kind, folders / kind), source(kind, f"gs://bucket/{kind}")
+    prepare(here, BYTES, tmp_path / "here", 1)
+    for workers in (1, 2) if kind == "text" else (1,):
+        prepare(there, BYTES, tmp_path / f"there{workers}", workers)
+        assert files(tmp_path / f"there{workers}") == files(tmp_path / "here")
+    for part in 1, 2, 3:
+        prepare_part(there, BYTES, tmp_path / "parts", part, 3, 1)
+    prepare(there, BYTES, tmp_path / "parts", 1)
+    assert files(tmp_path / "parts") == files(tmp_path / "here")
+    capsys.readouterr()
+    prepare(there, BYTES, tmp_path / "parts", 1)
+    assert "reusing the token store" in capsys.readouterr().err
+
+
+def test_one_file_in_a_bucket(folders, bucket):
+    upload(bucket, folders / "jsonl")
+    opened = open_source(JsonLinesSource(folder="gs://bucket/jsonl/train-1.jsonl.gz"))
+    assert len([reference() for reference in opened.references()]) == 30
+
+
+@pytest.fixture
+def without_waiting(monkeypatch):
+    monkeypatch.setattr("gcsfs.retry.min", lambda *_: 0, raising=False)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_dropped_connections_change_nothing(kind, folders, bucket, tmp_path, without_waiting):
+    """Two of three requests fail."""
+    upload(bucket, folders / kind)
+    prepare(source(kind, folders / kind), BYTES, tmp_path / "here", 1)
+    tries = collections.Counter()
+
+    def refuse(method, name):
+        tries[name] += 1
+        return DROPPED if tries[name] % 3 else None
+
+    bucket.refuse = refuse
+    prepare(source(kind, f"gs://bucket/{kind}"), BYTES, tmp_path / "there", 1)
+    assert tries.total() > 10 and files(tmp_path / "there") == files(tmp_path / "here")
+
+
+@pytest.mark.parametrize("status", [DROPPED, 403, 503])
+@pytest.mark.parametrize("name", ["text/books/train/3.txt", "jsonl/train.jsonl", "parquet/a.parquet"])
+def test_a_file_that_can_not_be_read_is_one_line(name, status, folders, bucket, tmp_path, without_waiting, capsys):
+    """Where the contents are compared, and where they are tokenised. Nothing is left that looks like a store."""
+    kind = name.split("/")[0]
+    upload(bucket, folders / kind)
+    line = f"^gs://bucket/{name} can't be read: [^\n]*; the same command tries it again$"
+    config = source(kind, f"gs://bucket/{kind}")
+    opened = open_source(config)
+    bucket.refuse = lambda method, asked: status if asked == name else None
+    with pytest.raises(UserError, match=line):
+        source_fingerprint(config, opened)
+    with pytest.raises(UserError, match=line):
+        for reference in opened.references():
+            reference()
+    with pytest.raises(UserError, match=line):
+        prepare(config, BYTES, tmp_path / "store", 1)
+    assert not (tmp_path / "store").exists() and "Traceback" not in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_listed(bucket, without_waiting):
+    with pytest.raises(UserError, match="the text source has no documents in gs://bucket/none: there are no files"):
+        open_source(TextSource(folder="gs://bucket/none"))
+    for status in 403, 503, DROPPED:
+        bucket.refuse = lambda method, name, status=status: status
+        with pytest.raises(UserError, match="^gs://bucket/none can't be listed: [^\n]*$"):
+            open_source(TextSource(folder="gs://bucket/none"))
+
+
+def test_bad_documents_in_a_bucket_are_listed_as_on_a_disk(bucket, tmp_path):
+    bucket.put("bad/a.txt", b"caf\xe9")
+    bucket.put("bad/b.txt", b"")
+    with pytest.raises(UserError, match="1 are not UTF-8 .gs://bucket/bad/a.txt is not UTF-8 .*; 1 are empty"):
+        prepare(TextSource(folder="gs://bucket/bad"), BYTES, tmp_path / "store", 1)
+    bucket.put("cut/a.jsonl.gz", gzip.compress(lines(99, "x"))[:-9])
+    bucket.put("cut/b.jsonl.gz", b"no gzip")
+    bucket.put("cut/c.jsonl", lines(1, "fine"))
+    with pytest.raises(UserError, match="2 can't be read .gs://bucket/cut/a.jsonl.gz cannot be decompressed"):
+        prepare(JsonLinesSource(folder="gs://bucket/cut"), BYTES, tmp_path / "store", 1)
+
+
+def test_documents_that_changed_in_a_bucket(bucket, tmp_path):
+    for i in range(9):
+        bucket.put(f"docs/{i}.txt", b"a text")
+    prepare(TextSource(folder="gs://bucket/docs"), BYTES, tmp_path / "store", 1)
+    bucket.put("docs/3.txt", b"a text")  # a new generation, not another content
+    prepare(TextSource(folder="gs://bucket/docs"), BYTES, tmp_path / "store", 1)
+    bucket.put("docs/3.txt", b"another")
+    with pytest.raises(UserError, match="documents in gs://bucket/docs, which have changed since"):
+        prepare(TextSource(folder="gs://bucket/docs"), BYTES, tmp_path / "store", 1)
+    bucket.objects.clear()
+    TokenStore(tmp_path / "store").check_documents(TextSource(folder="gs://bucket/docs"))
+
+
+def test_a_store_is_made_in_a_bucket(folders, bucket, cache, tmp_path, capsys):
+    """On the disk, from which it is copied: again, after that was interrupted, without making it again."""
+    config = source("jsonl", folders / "jsonl")
+    prepare(config, BYTES, tmp_path / "here", 1)
+    with pytest.raises(UserError, match="--part makes a part of a token store on a disk .*, not of gs://bucket/store"):
+        prepare_part(config, BYTES, "gs://bucket/store", 1, 2)
+    bucket.refuse = lambda method, name: 403 if method == "POST" and name == "store/train/tokens.bin" else None
+    with pytest.raises(UserError, match="gs://bucket/store can't be written to: .*; the same command copies the token"):
+        prepare(config, BYTES, "gs://bucket/store", 1)
+    with pytest.raises(UserError, match="there is no token store at gs://bucket/store"):
+        TokenStore("gs://bucket/store")
+    bucket.refuse = lambda method, name: None
+    capsys.readouterr()
+    store = prepare(config, BYTES, "gs://bucket/store", 1)
+    assert "tokenising" not in capsys.readouterr().err
+    there = {name.removeprefix("store/"): content for name, (content, _) in bucket.objects.items()}
+    assert there == {str(path.relative_to(tmp_path / "here")): path.read_bytes() for path in paths(tmp_path / "here")}
+    # The machine that made it needs no other copy.
+    assert store.split("train").lengths.size == 60 and not list(cache.rglob("prepared/gs*"))
+    prepare(config, BYTES, "gs://bucket/store", 1)
+    shown = capsys.readouterr().err
+    assert "reusing the token store gs://bucket/store" in shown and "copying gs" not in shown
+    with pytest.raises(UserError, match="the token store gs://bucket/store was made by other source settings"):
+        prepare(dataclasses.replace(config, empty="skip"), BYTES, "gs://bucket/store", 1)
+    bucket.put("other/file", b"")
+    with pytest.raises(UserError, match="gs://bucket/other is neither empty nor a token store"):
+        prepare(config, BYTES, "gs://bucket/other", 1)
