@@ -41,7 +41,14 @@ from meliad_like.training.checkpoints import Checkpoints
 FILES = ("size/tiny.gin", "task/standard_library.gin")
 FAULTS = ("kill", "terminate", "power_cut", "bad_sector")
 CHECKPOINT_EVERY = 10
-TIMES = ("tokens_per_second", "model_flops_per_second", "share_of_peak", "data_wait_seconds", "memory_bytes")
+TIMES = (
+    "tokens_per_second",
+    "seconds_per_step",
+    "model_flops_per_second",
+    "share_of_peak",
+    "data_wait_seconds",
+    "memory_bytes",
+)
 """The figures of a row that no two runs share."""
 BAD_SECTOR = r"""
 #define _GNU_SOURCE

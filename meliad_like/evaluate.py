@@ -65,8 +65,8 @@ def main() -> None:
         fresh = jax.jit(model.init, out_shardings=shardings)(jax.random.key(run.training.seed))
         untrained = report.with_progress("untrained", lambda progress: evaluator(fresh, progress))
         evaluations = {"untrained": untrained} | evaluations
-        # Where bytes are not counted (`TokenStore.totals`) a model cannot be compared with compressors.
-        if evaluation.num_bytes:
+        # Where not all bytes are counted (`TokenStore.totals`) a model cannot be compared with compressors.
+        if evaluation.num_bytes and split.scored is None:
             compressors = report.compressed_bits_per_byte(split, evaluator.documents, vocabulary)
             details["other_bits_per_byte"] = {"untrained": untrained.bits_per_byte, **compressors}
     if COMPARE.value or not DETAILS.value:

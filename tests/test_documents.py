@@ -55,6 +55,22 @@ def test_text_keeps_every_byte(tmp_path):
     }
 
 
+def test_other_encodings(tmp_path):
+    """And the message for a file that isn't UTF-8 says how."""
+    folder = write(tmp_path / "text", a="caf\xe9 \u2013\r\n".encode("cp1252"))
+    settings = {"folder": folder, "splits_by_name": False, "test_share": 0.0, "validation_share": 0.0}
+    with pytest.raises(NotUTF8Error, match="a.txt is not UTF-8 .*, name the encoding .* in FolderSourceConfig.en"):
+        documents(kind="text", **settings)
+    assert documents(kind="text", encoding="cp1252", **settings) == {("train", "a"): "caf\xe9 \u2013\r\n"}
+    with pytest.raises(NotUTF8Error, match="a.txt is not ASCII .byte 0xe9 at offset 3.: convert it"):
+        documents(kind="text", encoding="ascii", **settings)
+    (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": "caf\xe9"}, ensure_ascii=False).encode("cp1252"))
+    assert list(documents(kind="jsonl", folder=str(tmp_path), encoding="cp1252").values()) == ["caf\xe9"]
+    for unknown in "cp12520", "base64":
+        with pytest.raises(UserError, match=f"encoding='{unknown}' is not known to Python"):
+            make("text", encoding=unknown)
+
+
 def test_splits_by_lists(tmp_path):
     folder = write(tmp_path, a="1", b__c="2", d="3")
     found = documents(kind="text", folder=folder, validation_documents=("d",), test_documents=("b/c",))

@@ -39,6 +39,25 @@ def test_curves_are_apart_by_kind(workdir):
     np.testing.assert_allclose(curves["validation"], [2.3, 2.1])
 
 
+def test_runs_of_other_batch_sizes_compare(tmp_path):
+    """By tokens and by seconds, also where a log is of a resumed run's first steps, and where a validation is between
+    two logs."""
+    rows = [
+        {"step": step, "kind": "train", "loss": 1.0, "num_tokens": tokens, "seconds_per_step": seconds}
+        for step, tokens, seconds in ((10, 100, 2.0), (20, 300, 0.5), (22, 10, 1.0))
+    ]
+    rows.insert(2, {"step": 15, "kind": "validation", "loss": 2.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for by, train, validation in (("tokens", [100, 400, 410], 250), ("seconds", [20, 25, 27], 22.5)):
+        curves = pictures.read_metrics(tmp_path, "loss", by)
+        assert curves["train"].index.tolist() == train and curves["validation"].index.tolist() == [validation]
+
+
+def test_older_runs_have_no_seconds(workdir):
+    with pytest.raises(UserError, match="has no seconds_per_step; it has accuracy, bits_per_byte"):
+        pictures.read_metrics(workdir, "accuracy", "seconds")
+
+
 def test_several_runs_are_apart_by_their_folders(workdir, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "metrics.jsonl").write_text((workdir / "metrics.jsonl").read_text())

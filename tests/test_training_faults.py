@@ -125,7 +125,14 @@ def test_a_run_without_checkpoints_in_between_saves_its_last_step(bindings, tmp_
 
 def test_a_stop_between_two_logs_changes_no_row(bindings, tmp_path, monkeypatch):
     """Nor does a run that stops at a step that is not finite and then skips it."""
-    timing = ("tokens_per_second", "model_flops_per_second", "share_of_peak", "data_wait_seconds", "memory_bytes")
+    timing = (
+        "tokens_per_second",
+        "seconds_per_step",
+        "model_flops_per_second",
+        "share_of_peak",
+        "data_wait_seconds",
+        "memory_bytes",
+    )
 
     def rows(workdir):
         return [{name: row[name] for name in row if name not in timing} for row in read_metrics(workdir)]

@@ -34,9 +34,18 @@ class Document:
     """The whole text; it can be encoded as UTF-8."""
     skipped: tuple[str, ...] = ()
     """The reasons why files of the document were left out, one line each."""
+    unscored: tuple[tuple[int, int], ...] = ()
+    """Ranges (begin, end) of characters that cost no loss, in order."""
 
     def __post_init__(self) -> None:
-        if not self.text or self.text.isspace():
+        edges = [0, *itertools.chain.from_iterable(self.unscored), len(self.text)]
+        if sorted(edges) != edges:
+            raise RecordError(
+                f"document {self.name} of {len(self.text)} characters has the ranges {self.unscored} without loss, "
+                "which are not pairs (begin, end) in order"
+            )
+        scored = [self.text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        if all(not part or part.isspace() for part in scored):
             raise EmptyDocumentError(
                 f"document {self.name} is empty: remove it, "
                 "or leave such documents out with SourceConfig.empty = 'skip'"
@@ -142,14 +151,15 @@ def raise_bad_document(message: str) -> NoReturn:
     raise BadDocumentError(message)
 
 
-def decode(raw: bytes, name: str) -> str:
+def decode(raw: bytes, name: str, encoding: str = "utf-8") -> str:
     """`raw` as text, byte for byte: line ends and a byte order mark are kept. An error names the first bad byte."""
     try:
-        return raw.decode("utf-8")
+        return raw.decode(encoding)
     except UnicodeDecodeError as error:
         raise NotUTF8Error(
-            f"{name} is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {error.start}): "
-            "convert it, or leave such files out with FolderSourceConfig.undecodable = 'skip'"
+            f"{name} is not {encoding.upper()} (byte 0x{raw[error.start]:02x} at offset {error.start}): convert it, "
+            "name the encoding of all files in FolderSourceConfig.encoding (such as 'cp1252'), or leave such files out "
+            "with FolderSourceConfig.undecodable = 'skip'"
         ) from None
 
 
@@ -171,6 +181,7 @@ class SourceConfig:
 
     folder: ClassVar[str] = ""
     undecodable: ClassVar[str] = "stop"
+    encoding: ClassVar[str] = "utf-8"
     splits_by_name: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -235,6 +246,15 @@ class FolderSourceConfig(SourceConfig):
     """Whether folders and files that are named after splits (`meliad_like/data/named_splits.py`) assign documents."""
     undecodable: Policy = "stop"  # type: ignore[misc]
     """The treatment of a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
+    encoding: str = "utf-8"  # type: ignore[misc]
+    """The encoding of text, such as `cp1252`. Tokens are of UTF-8 all the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            "a".encode(self.encoding)
+        except LookupError:
+            raise UserError(f"encoding={self.encoding!r} is not known to Python, as 'utf-8' and 'cp1252' are") from None
 
     def existing_folder(self) -> AnyPath:
         """The folder's absolute path. Raises a UserError if there is no such folder; an object store has no folders."""

@@ -37,11 +37,14 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     """[tokens], without the end of the document, in the type that the store has."""
     num_bytes: int
+    """The number of bytes that cost loss."""
     num_words: int
     restored: bool
     """Whether decoding the tokens gives the text."""
     skipped: tuple[str, ...]
     """The reasons why files of the document were left out."""
+    unscored: tuple[tuple[int, int], ...]
+    """Ranges of tokens that cost no loss."""
 
 
 def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Iterator[Encoded | BadDocumentError]:
@@ -136,10 +139,29 @@ def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocume
     document = read(reference)
     if isinstance(document, BadDocumentError):
         return document
-    text, tokens = document.text, vocabulary.encode(document.text).astype(token_dtype(vocabulary.size))
-    num_bytes = len(text.encode("utf-8"))
-    restored = vocabulary.restores(text, tokens)
-    return Encoded(document.name, document.split, tokens, num_bytes, count_words(text), restored, document.skipped)
+    text, tokens, unscored, place = document.text, [], [], 0
+    # Text that costs loss and text that costs none take turns. They are encoded separately, as a text that follows a
+    # state is (`LanguageModel.score`), so that each edge is between two tokens.
+    edges = [0, *itertools.chain.from_iterable(document.unscored), len(text)]
+    parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+    for i, part in enumerate(parts):
+        if part:
+            ids = vocabulary.encode_continuation(part) if tokens else vocabulary.encode(part)
+            tokens.append(ids.astype(token_dtype(vocabulary.size)))
+            if i % 2:
+                unscored.append((place, place + len(tokens[-1])))
+            place += len(tokens[-1])
+    all_tokens = np.concatenate(tokens)
+    return Encoded(
+        document.name,
+        document.split,
+        all_tokens,
+        sum(len(part.encode("utf-8")) for part in parts[::2]),
+        sum(map(count_words, parts[::2])),
+        vocabulary.restores(text, all_tokens),
+        document.skipped,
+        tuple(unscored),
+    )
 
 
 def read(reference: Reference) -> Document | BadDocumentError:

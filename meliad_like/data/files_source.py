@@ -138,14 +138,21 @@ def _open(
                 name = f"{folder}/{name}"
             whole_paths = [f"{folder}/{file}".lstrip("/") for file in members]
             split = config.split_of(name, None if by_share else splits[whole_paths[0]])
-            references.append(partial(read_files, name, split, base, tuple(members), headers, skip_undecodable))
+            reading = (tuple(members), headers, skip_undecodable, config.encoding)
+            references.append(partial(read_files, name, split, base, *reading))
             named = zip(members, whole_paths, strict=True)
             contents += [SourceFile(f"{split}/{name}/{file}", root / path, files[path]) for file, path in named]
     return Source((references.copy,), len(references), tuple(contents), by_share and not config.listed, passed_over)
 
 
 def read_files(
-    name: str, split: str, root: AnyPath, files: Sequence[str], headers: bool, skip_undecodable: bool
+    name: str,
+    split: str,
+    root: AnyPath,
+    files: Sequence[str],
+    headers: bool,
+    skip_undecodable: bool,
+    encoding: str,
 ) -> Document:
     """A document of one or several files, one after the other.
 
@@ -157,7 +164,7 @@ def read_files(
     parts, skipped = [], []
     for file in files:
         try:
-            text = decode((root / file).read_bytes(), str(root / file))
+            text = decode((root / file).read_bytes(), str(root / file), encoding)
         except refusals() as error:
             check_disk(root / file, error)
             link = ", a link" if os.path.islink(root / file) else ""

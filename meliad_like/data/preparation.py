@@ -310,7 +310,8 @@ def _write(
     skipped, changed = [], 0
     with contextlib.closing(encode_all(source, vocabulary, num_workers)) as encoded:
         for document in _good(_with_progress(encoded, source, console, "tokenising"), config, skipped, console):
-            writers[document.split].write(document.name, document.tokens, document.num_bytes, document.num_words)
+            sizes = document.num_bytes, document.num_words
+            writers[document.split].write(document.name, document.tokens, *sizes, document.unscored)
             changed += not document.restored
             skipped += document.skipped
     return Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)

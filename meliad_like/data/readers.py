@@ -113,7 +113,7 @@ class LanesReader(ScheduledReader):
                     places = np.s_[row, block * w : block * w + length]
                     window = tokens[first - begin : first - begin + length + 1]
                     batch.inputs[places], batch.targets[places] = window[:-1], window[1:]
-                    counted = self.documents.costs_loss(window[1 + repeated :])
+                    counted = self.documents.costs_loss(run.document, first + 1 + repeated, window[1 + repeated :])
                     batch.loss_mask[row, block * w + repeated : block * w + length] = counted
                     batch.start[row, block], batch.document[row, block] = not follows, run.document
                     batch.position[row, block] = first
@@ -185,7 +185,7 @@ class StreamReader(Reader):
             tokens = self._stream.tokens(0, first, last + 1)
             places = np.s_[row, : last - first]
             batch.inputs[places], batch.targets[places] = tokens[:-1], tokens[1:]
-            batch.loss_mask[places] = self.documents.costs_loss(tokens[1:])
+            batch.loss_mask[places] = self._stream.costs_loss(0, first + 1, tokens[1:])
             blocks = np.arange(first, last, w)
             document = np.searchsorted(self._begins, blocks, side="right") - 1
             batch.document[row, : len(blocks)] = document
@@ -243,13 +243,19 @@ class ReaderConfig:
         """The number of targets in an epoch of a token store; a document's first token may not be one."""
         return totals.tokens - (0 if self.first_tokens_are_targets else totals.documents)
 
+    def num_scored(self, totals: Totals) -> int:
+        """The number of these targets that cost loss, in a store where bytes are counted."""
+        firsts = 0 if self.first_tokens_are_targets else totals.documents - totals.unscored_firsts
+        return totals.tokens - totals.unscored - firsts
+
     def bytes_per_target(self, totals: Sequence[Totals]) -> float:
-        """The ratio of bytes and targets, averaged over the targets that are read of token stores with these totals.
+        """The ratio of bytes and targets that cost loss, averaged over what is read of token stores with these totals.
 
         NaN if bytes are not counted (`TokenStore.totals`).
         """
-        ratios = (each.bytes / self.num_targets(each) for each in totals)
-        return sum(share * ratio for share, ratio in zip(self.shares, ratios, strict=True)) or math.nan
+        shares = [(share / self.num_targets(each), each) for share, each in zip(self.shares, totals, strict=True)]
+        num_bytes = sum(share * each.bytes for share, each in shares)
+        return num_bytes / sum(share * self.num_scored(each) for share, each in shares) if num_bytes else math.nan
 
     def with_stores(self, folders: Sequence[str]) -> "ReaderConfig":
         """The same reader of other token stores: a folder for each of the `shares`."""

@@ -56,6 +56,10 @@ class RecordsSourceConfig(FolderSourceConfig):
     """The field that holds a document's text (`book_text` in PG-19)."""
     name_field: str = ""
     """The field that holds a document's name; "": documents are numbered."""
+    unscored_field: str = ""
+    """The field that says what is read and costs no loss, neither in training nor in evaluations: a text that comes
+    before the document's text, such as the prompt of a completion, or a list of ranges [begin, end] of the text's
+    characters. These parts are tokenised separately from the rest. "": everything costs loss."""
 
     def document(self, record: Mapping[str, Any], place: str, found_in: str | None) -> Document:
         """The document of a record; its place is its name where no field gives one."""
@@ -64,20 +68,28 @@ class RecordsSourceConfig(FolderSourceConfig):
             if field not in record:
                 raise RecordError(f"{place} has no field {field!r}; it has {', '.join(map(repr, record))}")
             saved = record[field]
-            return decode(saved, f"{place}: the field {field!r}") if isinstance(saved, bytes) else saved
+            return decode(saved, f"{place}: the field {field!r}", self.encoding) if isinstance(saved, bytes) else saved
 
         text, name = value(self.text_field), value(self.name_field) if self.name_field else place
         text = "" if text is None else text  # The field of the table is empty.
+        unscored = (value(self.unscored_field) if self.unscored_field else None) or ()
         for field, content, kinds in ((self.text_field, text, str), (self.name_field, name, (str, int, np.integer))):
             if not isinstance(content, kinds):
                 raise RecordError(f"{place}: the field {field!r} is not text but {type(content).__name__}")
+        if isinstance(unscored, str):
+            text, unscored = unscored + text, [(0, len(unscored))]
+        if not isinstance(unscored, (list, tuple)) or any(
+            not isinstance(each, (list, tuple)) or [*map(type, each)] != [int, int] for each in unscored
+        ):
+            raise RecordError(f"{place}: the field {self.unscored_field!r} is neither text nor pairs of whole numbers")
         named = splits_of_path(str(value(SPLIT_FIELD))) - {"train"} if SPLIT_FIELD in record else ()
         if named and found_in is None and self.splits_by_name and not self.listed:
             raise BadDocumentError(
                 f"{place} is of {min(named)} by its field {SPLIT_FIELD!r}, which is not read: write the records of "
                 "each split to a file named after it"
             )
-        return Document(str(name), self.split_of(str(name), found_in), text)
+        ranges = tuple((begin, end) for begin, end in unscored)
+        return Document(str(name), self.split_of(str(name), found_in), text, unscored=ranges)
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,7 @@ class JsonLinesSource(RecordFilesSourceConfig):
         return EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError
 
     def read(self, record: bytes, place: str, found_in: str | None) -> Document:
-        text = decode(record, place)
+        text = decode(record, place, self.encoding)
         try:
             # Some programs for Windows put a byte order mark before a file's first record.
             parsed = parse_json(text.removeprefix("\ufeff"), place)
@@ -209,7 +221,7 @@ class ParquetSource(RecordFilesSourceConfig):
 
         file = parquet.ParquetFile(path.open("rb"))
         names = file.schema_arrow.names
-        fields = [name for name in (self.text_field, self.name_field) if name]
+        fields = [name for name in (self.text_field, self.name_field, self.unscored_field) if name]
         if not set(fields) <= set(names):
             # The error of each row lists the fields that there are.
             yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)

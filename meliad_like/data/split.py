@@ -45,6 +45,9 @@ class Documents:
     """The number of documents of each collection, if several were joined."""
     free: tuple[int, ...] = ()
     """The ids that cost no loss as targets (`Vocabulary.free`)."""
+    scored: Callable[[int, int, int], np.ndarray] | None = None
+    """The function (document, start, stop) -> whether each token in this range costs loss as a target, bool; None: all
+    tokens do (but `free`)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,26 +58,31 @@ class Documents:
             raise IndexError(f"tokens {start} to {stop} of document {document}")
         return self.read(document, start, stop)
 
-    def costs_loss(self, targets: np.ndarray) -> Bool[np.ndarray, "..."]:
-        """True for each of these targets that costs loss, in an array of their shape."""
-        return np.isin(targets, self.free, invert=True)
+    def costs_loss(
+        self, document: int, start: int, targets: Int[np.ndarray, " targets"]
+    ) -> Bool[np.ndarray, " targets"]:
+        """True for each of these targets that costs loss: tokens of a document from position `start` on."""
+        counted = np.isin(targets, self.free, invert=True)
+        return counted if self.scored is None else counted & self.scored(document, start, start + len(targets))
 
     def counted_targets(self) -> list[Bool[np.ndarray, " targets"]]:
         """True for each target of each document that costs loss: number `i` of a document is its token `i + 1`."""
         lengths = self.lengths.tolist()
-        if not self.free:
+        if not (self.free or self.scored):
             return [np.ones(max(length - 1, 0), bool) for length in lengths]
-        return [self.costs_loss(self.tokens(i, min(1, length), length)) for i, length in enumerate(lengths)]
+        return [self.costs_loss(i, 1, self.tokens(i, min(1, length), length)) for i, length in enumerate(lengths)]
 
     def subset(self, members: Int[np.ndarray, " members"]) -> "Documents":
         """The documents with these indices."""
         columns = (column[members] for column in (self.lengths, self.num_bytes, self.num_words))
+        scored = self.scored
         return Documents(
             Names(len(members), lambda document: self.names[members[document]]),
             *columns,
             read=lambda document, start, stop: self.tokens(int(members[document]), start, stop),
             indices=self.indices[members],
             free=self.free,
+            scored=scored and (lambda document, start, stop: scored(int(members[document]), start, stop)),
         )
 
     def concatenated(self, end_of_document: int) -> "Documents":
@@ -82,16 +90,21 @@ class Documents:
         ends = 1 + np.cumsum(self.lengths)
         begins = ends - self.lengths
 
-        def read(_: int, start: int, stop: int) -> np.ndarray:
-            parts = [np.full(int(start == 0 < stop), end_of_document, np.int32)]
-            for document in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, stop))):
-                begin, end = int(begins[document]), int(ends[document])
-                parts.append(self.tokens(document, max(start, begin) - begin, min(stop, end) - begin))
-            return np.concatenate(parts)
+        def along(first: np.int32 | bool, part: Callable[[int, int, int], np.ndarray]):
+            def read(_: int, start: int, stop: int) -> np.ndarray:
+                parts = [np.full(int(start == 0 < stop), first)]
+                for document in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, stop))):
+                    begin, end = int(begins[document]), int(ends[document])
+                    parts.append(part(document, max(start, begin) - begin, min(stop, end) - begin))
+                return np.concatenate(parts)
 
+            return read
+
+        read, scored = along(np.int32(end_of_document), self.tokens), self.scored and along(True, self.scored)
         num_bytes, num_words = (np.sum(column, keepdims=True) for column in (self.num_bytes, self.num_words))
         names = ["all documents, one after the other"]
-        return Documents(names, ends[-1:], num_bytes, num_words, read, np.zeros(1, np.int64), free=self.free)
+        columns = (ends[-1:], num_bytes, num_words)
+        return Documents(names, *columns, read, np.zeros(1, np.int64), free=self.free, scored=scored)
 
     @staticmethod
     def joined(parts: Mapping[str, "Documents"]) -> "Documents":
@@ -111,14 +124,26 @@ class Documents:
             part, index = place(document)
             return members[part].tokens(index, start, stop)
 
+        def scored(document: int, start: int, stop: int) -> np.ndarray:
+            part, index = place(document)
+            member = members[part].scored
+            return member(index, start, stop) if member else np.ones(stop - start, bool)
+
         columns = (
             np.concatenate([getattr(member, column) for member in members])
             for column in ("lengths", "num_bytes", "num_words")
         )
         names = Names(int(begins[-1]), name_of)
         sizes = tuple(map(len, members))
-        # They have one vocabulary.
-        return Documents(names, *columns, read=read, indices=np.arange(len(names)), sizes=sizes, free=members[0].free)
+        return Documents(
+            names,
+            *columns,
+            read=read,
+            indices=np.arange(len(names)),
+            sizes=sizes,
+            free=members[0].free,  # They have one vocabulary.
+            scored=scored if any(member.scored for member in members) else None,
+        )
 
     def beginnings(self, vocabulary: Vocabulary, max_tokens: int, shortest: int = 1000) -> "Documents":
         """The beginnings of the first documents, because an evaluation of the whole split would take too long.
@@ -134,9 +159,14 @@ class Documents:
         part.lengths = np.minimum(whole, max(max_tokens // num_documents, 2))
         # Bytes and words are not counted where some tokens cost no loss.
         for document in np.flatnonzero((part.lengths < whole) & (not self.free)).tolist():
-            text = vocabulary.document_bytes(part.tokens(document, 0, int(part.lengths[document])))
-            part.num_bytes[document] = len(text)
-            part.num_words[document] = count_words(text.decode(errors="replace"))
+            tokens = part.tokens(document, 0, int(part.lengths[document]))
+            counted = part.costs_loss(document, 0, tokens)
+            edges = np.flatnonzero(np.diff(counted)) + 1
+            texts = [vocabulary.decode_bytes(run) for run in np.split(tokens, edges)]
+            texts[0] = texts[0].removeprefix(vocabulary.prefix)
+            texts = texts[not counted[0] :: 2]
+            part.num_bytes[document] = sum(map(len, texts))
+            part.num_words[document] = sum(count_words(text.decode(errors="replace")) for text in texts)
         return part
 
 

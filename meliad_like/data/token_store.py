@@ -5,6 +5,7 @@
     train/tokens.bin      all documents' tokens, uint16 or uint32, little endian, each document ended by its end token
     train/documents.npy   int64[4, documents]: numbers of tokens, bytes and words, and the end of each name in names.txt
     train/names.txt       names of the documents, each with a newline, in UTF-8
+    train/unscored.npy    if there are any, ranges of tokens that cost no loss: int64[2, ranges], begins and ends
     validation/, test/    the same
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
@@ -15,6 +16,7 @@ import hashlib
 import shutil
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +46,7 @@ from meliad_like.resumable import describe_differences, locked, read_json, whole
 
 FORMAT_VERSION = 5
 STORE_NAME = "store.json"
-TOKENS_NAME, DOCUMENTS_NAME, NAMES_NAME = "tokens.bin", "documents.npy", "names.txt"
+TOKENS_NAME, DOCUMENTS_NAME, NAMES_NAME, UNSCORED_NAME = "tokens.bin", "documents.npy", "names.txt", "unscored.npy"
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,15 @@ class Totals:
     tokens: int = 0
     """The number of tokens, each document's end included."""
     bytes: int = 0
-    """The number of bytes of the documents' text in UTF-8."""
+    """The number of bytes of the documents' text that costs loss, in UTF-8."""
     words: int = 0
-    """The number of words, as `count_words` counts them."""
+    """The number of words of this text, as `count_words` counts them."""
     checksum: str = ""
-    """SHA-256 of the split's `DOCUMENTS_NAME` and `NAMES_NAME`."""
+    """SHA-256 of the split's files but `TOKENS_NAME`."""
+    unscored: int = 0
+    """The number of tokens that cost no loss because of their place (`Document.unscored`)."""
+    unscored_firsts: int = 0
+    """The number of documents of which the first token is one of these."""
 
     def size(self, dtype: str) -> int:
         """The number of bytes of `TOKENS_NAME`, with tokens of this type."""
@@ -191,8 +197,21 @@ class TokenStore:
                 )
             return tokens
 
+        def scored(document: int, start: int, stop: int) -> np.ndarray:
+            counted, begin = np.ones(stop - start, bool), begins[document] + start
+            near = slice(
+                np.searchsorted(unscored[1], begin, "right"), np.searchsorted(unscored[0], begin + stop - start)
+            )
+            for first, last in (unscored[:, near] - begin).T.tolist():
+                counted[max(first, 0) : last] = False
+            return counted
+
         names, indices = Names(len(lengths), name_of), np.arange(len(lengths))
-        return Documents(names, lengths, num_bytes, num_words, read, indices, free=self.vocabulary.free)
+        columns = (names, lengths, num_bytes, num_words, read, indices)
+        if not self.info.splits[name].unscored:
+            return Documents(*columns, free=self.vocabulary.free)
+        unscored = np.load(folder / UNSCORED_NAME, mmap_mode="r")
+        return Documents(*columns, free=self.vocabulary.free, scored=scored)
 
     def _local_copy(self, split: str) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""
@@ -290,7 +309,7 @@ def _checksum(folder: Path) -> str:
     """SHA-256 of the files about a split's documents; "" where one is missing."""
     digest = hashlib.sha256()
     try:
-        for name in (DOCUMENTS_NAME, NAMES_NAME):
+        for name in (DOCUMENTS_NAME, NAMES_NAME, *([UNSCORED_NAME] if (folder / UNSCORED_NAME).exists() else [])):
             with (folder / name).open("rb") as file:
                 hashlib.file_digest(file, lambda: digest)
     except FileNotFoundError:
@@ -299,17 +318,28 @@ def _checksum(folder: Path) -> str:
 
 
 class SplitWriter:
-    """Appends documents to a split. It keeps four numbers per document in memory, but no names and no tokens."""
+    """Appends documents to a split. It keeps four numbers per document and two per range of tokens that cost no loss in
+    memory, but no names and no tokens."""
 
     def __init__(self, folder: Path, vocabulary: Vocabulary):
         folder.mkdir(parents=True)
         self._folder = folder
         self._end_of_document, self._dtype = vocabulary.end_of_document, token_dtype(vocabulary.size)
-        self._columns = [array("q") for _ in range(4)]
+        self._columns, self._unscored = [array("q") for _ in range(4)], [array("q") for _ in range(2)]
         self._tokens, self._names = (folder / TOKENS_NAME).open("wb"), (folder / NAMES_NAME).open("wb")
 
-    def write(self, name: str, tokens: np.ndarray, num_bytes: int, num_words: int) -> None:
-        """Appends a document; `tokens` is int32[n] without the end of the document."""
+    def write(
+        self,
+        name: str,
+        tokens: np.ndarray,
+        num_bytes: int,
+        num_words: int,
+        unscored: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Appends a document; `tokens` is int32[n] without the end of the document, `unscored` are ranges of them."""
+        begin = self._num_tokens
+        for ends, column in zip(zip(*unscored, strict=True), self._unscored):
+            column.extend(begin + end for end in ends)
         self._tokens.write(tokens.astype(self._dtype, copy=False).data)
         self._tokens.write(np.array([self._end_of_document], self._dtype).data)
         # Half of a surrogate pair can come from JSON.
@@ -318,6 +348,10 @@ class SplitWriter:
             self._columns, (tokens.size + 1, num_bytes, num_words, self._names.tell()), strict=True
         ):
             column.append(value)
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._tokens.tell() // np.dtype(self._dtype).itemsize
 
     def append(self, folder: Path, totals: Totals) -> None:
         """Appends all documents of another split. Raises a UserError if it is damaged."""
@@ -328,6 +362,9 @@ class SplitWriter:
         columns[3] += self._names.tell()
         for column, values in zip(self._columns, columns, strict=True):
             column.frombytes(values.tobytes())
+        if totals.unscored:
+            for column, values in zip(self._unscored, np.load(folder / UNSCORED_NAME) + self._num_tokens, strict=True):
+                column.frombytes(values.tobytes())
         for name, target in ((TOKENS_NAME, self._tokens), (NAMES_NAME, self._names)):
             with (folder / name).open("rb") as file:
                 shutil.copyfileobj(file, target, CHUNK_BYTES)
@@ -338,8 +375,12 @@ class SplitWriter:
         self._names.close()
         columns = np.array(self._columns)
         np.save(self._folder / DOCUMENTS_NAME, columns)
-        sums = columns[:3].sum(axis=1).tolist()
-        return Totals(columns.shape[1], *sums, checksum=_checksum(self._folder))
+        sums, unscored = columns[:3].sum(axis=1).tolist(), np.array(self._unscored)
+        if unscored.size:
+            np.save(self._folder / UNSCORED_NAME, unscored)
+        firsts = int(np.isin(np.cumsum(columns[0]) - columns[0], unscored[0]).sum())
+        counts = {"unscored": int((unscored[1] - unscored[0]).sum()), "unscored_firsts": firsts}
+        return Totals(columns.shape[1], *sums, checksum=_checksum(self._folder), **counts)
 
 
 def repeated_name(folder: Path) -> tuple[str, int, int] | None:

@@ -20,24 +20,34 @@ COLOURS = ("#1f5fa8", "#d1662b", "#3a8f5c", "#8a4fa3", "#b0892c", "#4aa3b5", "#c
 SMOOTHED_PARTS = 25  # Number of parts of a curve; each is averaged to a point of the bold line.
 
 
-def read_metrics(workdir: epath.PathLike, metric: str) -> dict[str, pd.Series]:
-    """The values by step of each kind of measurement: `train`, and the splits that were evaluated during training."""
+def read_metrics(workdir: epath.PathLike, metric: str, by: str = "steps") -> dict[str, pd.Series]:
+    """The values of each kind of measurement: `train`, and the splits that were evaluated during training.
+
+    They are by step, or `by` the `tokens` that cost loss or the `seconds` of training until then: between two logs, as
+    many for each step.
+    """
     path = any_path(workdir) / FILE_NAME
     if not path.exists():
         raise UserError(f"there is no {path}: --workdir is the folder of a training")
     rows = pd.DataFrame(read_rows(path)).dropna(axis="columns", how="all")
-    if metric not in rows:
-        names = sorted(set(rows) - {"step", "kind"})
-        raise UserError(f"{path} has no {metric}; it has {', '.join(names) or 'no figures yet'}")
+    for name in (metric, {"steps": "step", "tokens": "num_tokens", "seconds": "seconds_per_step"}[by]):
+        if name not in rows:
+            names = sorted(set(rows) - {"step", "kind"})
+            raise UserError(f"{path} has no {name}; it has {', '.join(names) or 'no figures yet'}")
+    if by != "steps":
+        logs = rows[rows["kind"].str.startswith("train")]
+        seconds = logs["step"].diff().fillna(logs["step"]) * logs.get("seconds_per_step", 0)
+        amounts = (logs["num_tokens"] if by == "tokens" else seconds).cumsum()
+        rows["step"] = np.interp(rows["step"], [0, *logs["step"]], [0, *amounts])
     known = rows.dropna(subset=[metric]).groupby("kind", sort=False)
     return {str(kind): part.set_index("step")[metric] for kind, part in known}
 
 
-def read_runs(workdirs: Sequence[str], metric: str) -> dict[str, pd.Series]:
+def read_runs(workdirs: Sequence[str], metric: str, by: str = "steps") -> dict[str, pd.Series]:
     """The curves of `read_metrics` for one run or several; the names of several begin with their folders."""
     if len(workdirs) == 1:
-        return read_metrics(workdirs[0], metric)
-    return {f"{run}: {kind}": curve for run in workdirs for kind, curve in read_metrics(run, metric).items()}
+        return read_metrics(workdirs[0], metric, by)
+    return {f"{run}: {kind}": curve for run in workdirs for kind, curve in read_metrics(run, metric, by).items()}
 
 
 def read_levels(path: epath.PathLike) -> dict[str, float]:
@@ -51,7 +61,9 @@ def read_levels(path: epath.PathLike) -> dict[str, float]:
     return {f"{name} on {saved['split']}": value for name, value in levels if name != "untrained"}
 
 
-def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path) -> None:
+def draw(
+    curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: str, output: Path, by: str = "steps"
+) -> None:
     """Draws the curves, and the levels as horizontal lines, and writes the image file in the format of its suffix. A
     curve of many points also gets a bold line of averages. `label` is the label of the vertical axis."""
     # pyplot would need a display.
@@ -75,7 +87,7 @@ def draw(curves: Mapping[str, pd.Series], levels: Mapping[str, float], label: st
     shown = pd.concat([*later, pd.Series(levels, dtype=float)])
     margin = 0.05 * (shown.max() - shown.min()) or 1.0
     axes.set_ylim(shown.min() - margin, shown.max() + margin)
-    axes.set(xlabel="step", ylabel=label)
+    axes.set(xlabel={"steps": "step"}.get(by, f"{by} of training"), ylabel=label)
     axes.grid(alpha=0.25)
     # Outside of the axes, where it covers no curve.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -87,7 +87,9 @@ class SlidingReader:
                 document, first, length, repeated = self._windows[index]
                 tokens = self._documents.tokens(document, first, first + length + 1)
                 batch.inputs[row, :length], batch.targets[row, :length] = tokens[:-1], tokens[1:]
-                batch.loss_mask[row, repeated:length] = self._documents.costs_loss(tokens[1 + repeated :])
+                batch.loss_mask[row, repeated:length] = self._documents.costs_loss(
+                    document, first + 1 + repeated, tokens[1 + repeated :]
+                )
                 batch.start[row, 0], batch.document[row] = True, document
                 batch.position[row] = first + np.arange(0, self._n, w)
         return batch

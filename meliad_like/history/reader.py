@@ -59,7 +59,8 @@ class HistoryReader(ScheduledReader):
                     last = first + len(ids) - 1
                     batch.inputs[row, first : last + 1] = ids
                     batch.targets[row, first:last] = ids[1:]
-                    counted = self.documents.costs_loss(ids[len(ids) - num_targets :])
+                    begin = min(stride.end, int(self.documents.lengths[run.document])) - num_targets
+                    counted = self.documents.costs_loss(run.document, begin, ids[len(ids) - num_targets :])
                     batch.loss_mask[row, last - num_targets : last] = counted
                     blocks = np.s_[row, first // block : (first + length) // block]
                     batch.start[row, first // block] = True

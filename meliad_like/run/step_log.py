@@ -93,6 +93,7 @@ class StepLog:
                 "num_tokens": num_tokens,
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,
+                "seconds_per_step": seconds / self._num_steps,
                 "model_flops_per_second": flops,
                 "share_of_peak": flops / facts.peak_flops,
                 "data_wait_seconds": self._batches.seconds_waited - self._waited,
