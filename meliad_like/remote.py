@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from etils import epath
 from fsspec.config import conf
 from fsspec.core import url_to_fs
 
-from meliad_like.errors import UserError
+from meliad_like.errors import UserError, refusals
 
 # The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -181,6 +181,22 @@ def copy_folder(source: epath.Path, target: epath.Path, last: str = "") -> None:
             continue
         with path.open("rb") as read, (target / path.name).open("wb") as written:
             shutil.copyfileobj(read, written, CHUNK_BYTES)
+
+
+def from_hub(path: epath.PathLike, patterns: Sequence[str]) -> epath.PathLike:
+    """The folder in the Hub's own cache with the files that match the patterns of hf://ORG/NAME or
+    hf://ORG/NAME@REVISION, of which those that are not there are downloaded; another path is returned unchanged."""
+    if not os.fspath(path).startswith("hf://"):
+        return path
+    # Importing it takes half a second.
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = os.fspath(any_path(path)).removeprefix("hf://").partition("@")
+    try:
+        return snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
+    # ValueError: the name is not that of a repository.
+    except (*refusals(), ValueError) as error:
+        raise UserError(f"the model {os.fspath(path)} can't be downloaded: {one_line(error)}") from None
 
 
 @contextmanager

@@ -1,21 +1,29 @@
-"""Data sets of the Hugging Face Hub, in a fake of it, beside their copies on a disk."""
+"""Data sets and models of the Hugging Face Hub, in a fake of it, beside their copies on a disk."""
 
 import gzip
 import io
 import json
 
+import jax
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from fake_hub import fake_hub
+from families import CONFIGS, language_model
 
+import meliad_like
+from meliad_like.config import read_changes
+from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingface, write_huggingface
 from meliad_like.data.documents import open_source
 from meliad_like.data.hub_source import HuggingFaceSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.records_source import ParquetSource
 from meliad_like.data.token_store import TokenStore
+from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.run.opening import config_for_training
 
 BYTES = BytesVocabularyConfig()
 
@@ -177,3 +185,32 @@ def test_a_folder_of_the_hub(hub):
     opened = open_source(ParquetSource(folder="hf://datasets/org/plain@main/data", exclude=("*-00001-*",)))
     splits = [reference().split for reference in opened.references()]
     assert splits == ["test"] * 7 + ["train"] * 7 + ["validation"] * 7
+
+
+def test_a_model_of_the_hub(hub, tmp_path):
+    """Of another revision, too. Nothing is downloaded twice, and nothing that is not read."""
+    opened = language_model(CONFIGS["gpt2"]).opened
+    files = {}
+    for name, seed in (("main", 0), ("v2", 1)):
+        params = opened.model.init(jax.random.key(seed))
+        (tmp_path / name).mkdir()
+        write_huggingface(Pretrained(opened.run.model, 257, params), 256, tmp_path / name)
+        tokens = [*_byte_characters().values(), "<|endoftext|>"]
+        (tmp_path / name / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+        (tmp_path / name / "merges.txt").write_text("#version: 0.2\n")
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        hub.put("models/org/tiny", files | {"pytorch_model.bin": b"x", "consolidated.safetensors": b"x"}, name)
+    for name, place in (("main", "hf://org/tiny"), ("v2", "hf://org/tiny@v2"), ("v2", "hf://org/tiny@v2")):
+        there, here = (meliad_like.load(folder).score("a text") for folder in (place, tmp_path / name))
+        np.testing.assert_array_equal(there.log_probabilities, here.log_probabilities)
+    assert hub.downloads["model.safetensors"] == 2 and hub.downloads["vocab.json"] == 1  # the same one in both
+    assert not hub.downloads["pytorch_model.bin"] and not hub.downloads["consolidated.safetensors"]
+    run = config_for_training("hf://org/tiny@v2", read_changes((), ()))
+    vocabulary = meliad_like.load(tmp_path / "v2").vocabulary
+    assert run.model == opened.run.model and run.vocabulary.make().fingerprint == vocabulary.fingerprint
+    convert_from_huggingface("hf://org/tiny", (), (), tmp_path / "ours")
+    ours, theirs = (meliad_like.load(tmp_path / name).score("a text") for name in ("ours", "main"))
+    np.testing.assert_array_equal(ours.log_probabilities, theirs.log_probabilities)
+    for place in "hf://org/none", "hf://org/tiny@v3", "hf://org/tiny/too/deep":
+        with pytest.raises(UserError, match=f"^the model {place} can't be downloaded: [^\\n]*$"):
+            meliad_like.load(place)

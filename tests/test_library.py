@@ -237,7 +237,7 @@ def test_mistakes_are_named(states, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             states.read(text)
-    with pytest.raises(UserError, match="no folder openai-community/gpt2: .* hf download openai-community/gpt2 --"):
+    with pytest.raises(UserError, match="no folder openai-community/gpt2: .* is hf://openai-community/gpt2, or hf:"):
         meliad_like.load("openai-community/gpt2")
     with pytest.raises(UserError, match="the prompt is empty"):
         states.generate("")

@@ -38,7 +38,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.remote import write_whole
+from meliad_like.remote import from_hub, write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
 from meliad_like.run.opening import FOREIGN_FORMATS, OpenedCheckpoint, open_checkpoint, write_checkpoint
 
@@ -131,6 +131,9 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
 class HuggingFaceFormat:
     """Folders of Hugging Face's transformers: config.json, safetensors and a tokenizer."""
 
+    files = ("model*.safetensors", RECURRENCE_NAME, "*.json", "*.txt", "*.model")
+    """Patterns of the files that are read."""
+
     @staticmethod
     def recognises(folder: epath.Path) -> bool:
         """Whether a folder, which may be on `gs://`, has parameters in this format."""
@@ -153,7 +156,8 @@ def convert_from_huggingface(
     path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
     """Writes our checkpoint folder at step 0 from the model that `open_huggingface` opens."""
-    opened = open_huggingface(path, read_changes(gin_files, gin_params))
+    theirs = Path(from_hub(path, HuggingFaceFormat.files))
+    opened = open_huggingface(theirs, read_changes(gin_files, gin_params))
     write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
 
 

@@ -65,7 +65,8 @@ def load(
 
     Args:
       path: a checkpoint folder or the working folder of a training, or a folder of Hugging Face's transformers
-        (docs/pretrained.md) with its tokenizer, all of them also on `gs://`.
+        (docs/pretrained.md) with its tokenizer, all of them also on `gs://`; or a model of huggingface.co,
+        `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, which the Hub's library keeps in its cache.
       step: which checkpoint of a training; None: the newest that is not damaged.
       gin_params: bindings that change the model's config, such as `"DecoderConfig.attention_kernel = 'none'"`, as with
         the flag `--gin_param`; one, or several.

@@ -19,7 +19,7 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.model import Model
 from meliad_like.registry import Registry
-from meliad_like.remote import any_path, flush_all, local_files, written_locally
+from meliad_like.remote import any_path, flush_all, from_hub, local_files, written_locally
 from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
@@ -132,6 +132,7 @@ def open_checkpoint(
 def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
     """The config of a training that starts with the model in a folder (`open_model`): base.gin's config with this model
     and its vocabulary, and the changes. A change that names another model (`RunConfig.model`) wins."""
+    folder = _from_hub(folder)
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):
@@ -144,8 +145,9 @@ def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
 def open_model(
     folder: epath.PathLike, *, step: int | None = None, changes: Changes, mesh: Mesh | None = None
 ) -> OpenedCheckpoint:
-    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program, whose
-    parameters lie on the first device whatever the `mesh`."""
+    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program, perhaps on
+    hf://, whose parameters lie on the first device whatever the `mesh`."""
+    folder = _from_hub(folder)
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):
@@ -155,10 +157,13 @@ def open_model(
                     return other.open(place, changes)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
         raise UserError(
-            f"there is no folder {folder}: if this is a model of huggingface.co, download it first, with hf download "
-            f"{folder} --local-dir DIR, and name DIR"
+            f"there is no folder {folder}: a model of huggingface.co is hf://{folder}, or hf://{folder}@REVISION"
         )
     return open_checkpoint(folder, step=step, changes=changes, mesh=mesh)
+
+
+def _from_hub(folder: epath.PathLike) -> epath.PathLike:
+    return from_hub(folder, [pattern for each in FOREIGN_FORMATS.values() for pattern in each.files])
 
 
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
