@@ -10,6 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # eighth of the step. Read by glibc 2.35 and newer when a program starts, otherwise without effect.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
+# Images of containers set it. Every program would compile all the modules that it imports again, for seconds.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '== %s\n' "$*"; }
 
 stop() {

@@ -27,6 +27,8 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     # An accelerator's default rounds float32 factors to about three digits.
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+# The lines of our source that a program names would be a part of its lowering.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Read when gcsfs is imported: otherwise it asks Google, at every access, what kind of bucket the fake one is.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # What one process of a test session has compiled (the test runner's, or a subprocess of a test), the others load.
@@ -111,6 +113,8 @@ def pytest_collection_finish():
     """What imports and collection leave lives to the end: the garbage collector need not visit it again."""
     gc.collect()
     gc.freeze()
+    # Tracing makes many objects that live: by default the collector is a tenth of the tests' time.
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ commands of the launch scripts' tests begin afresh.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -69,6 +70,9 @@ def run(*words: str, environment: dict[str, str] | None = None, timeout: float =
 
 def _execute(words: Sequence[str], environment: dict[str, str], cwd: str, *outputs: str) -> None:
     larger_rounding.install()
+    # As tests/conftest.py.
+    gc.freeze()
+    gc.set_threshold(50_000)
     for number, name in enumerate(outputs, start=1):
         os.dup2(os.open(name, os.O_WRONLY), number)
     os.environ.clear()
