@@ -1,7 +1,7 @@
 """Runs the attention kernels in Pallas's simulation of a TPU, which prints races and fails out of bounds; memory that
 nothing was written to is NaN. A program of its own, because two simulated cores need more threads than a core has.
 
-    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | wide | states | memory]
+    NPROC=16 python tests/simulated_kernel.py w rows k dtype cores dma [broken | wide | states | memory | recurrence]
 """
 
 import functools
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import test_attention_kernel as of_window
 import test_attention_kernel_states as of_states
+import test_linear_recurrence as of_recurrence
 from jax.experimental.pallas import tpu as pltpu
 
-from meliad_like.kernels import memory_tpu, window_tpu
+from meliad_like.kernels import memory_tpu, recurrence_tpu, window_tpu
 from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.kernels.window_tpu import Projected, attend_window_in_kernel
 from meliad_like.layers.basic import kept_by_dropout
+from meliad_like.layers.linear_recurrence import read_chunks
 from meliad_like.layers.memory_search import Lookup, Memory, Operations, read_segment
 
 B, C = 2, 2
@@ -27,7 +29,8 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
     """The largest difference of the simulated kernel's outputs and gradients from the default's, as a share of the
     array's largest number. NaN if one of them is. `wide`: the window is computed as two. `states`: `w` states attend to
     two blocks of tokens. `memory`: `w` tokens find the nearest of `rows` buckets in a memory of four windows, of which
-    one lane's has been filled."""
+    one lane's has been filled. `recurrence`: two heads for each of two groups follow the gated delta rule, in chunks of
+    32 tokens."""
     generator = np.random.default_rng(0)
 
     def normal(*shape):
@@ -60,6 +63,19 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
             return outputs, pull_back((cotangent, memory))
 
         results = list(map(outputs_and_gradient, (memory_tpu.operations(simulation), Operations())))
+    elif subject == "recurrence":
+        rule = jax.tree.map(lambda x: x[:, :, : C * of_recurrence.BLOCK], of_recurrence.rule_of("delta"))
+        kernel = functools.partial(
+            recurrence_tpu.read_chunks_in_kernel, dtype=dtype, heads=rows // 4, interpret=simulation
+        )
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def after_and_gradients(read, matrix):
+            run = functools.partial(read, start=~valid, chunk=of_recurrence.BLOCK)
+            outputs, pull_back = jax.vjp(run, rule, matrix)
+            return outputs, pull_back(jax.tree.map(jnp.sin, outputs))
+
+        results = [after_and_gradients(read, of_recurrence.first_states()) for read in (kernel, read_chunks)]
     else:
         projected = Projected(*(normal(B, n, h * k) for n in (C * w, C * w, C * w, w, w)))
         arguments = {

@@ -1,4 +1,4 @@
-"""The kernels for linear recurrences on GPUs, interpreted, against the default computation and released arrays."""
+"""The kernels for linear recurrences, interpreted, against the default computation and released arrays."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 import test_linear_recurrence as recurrences
 import test_released_mixers as released
 
-from meliad_like.kernels import recurrence_gpu, recurrence_gpu_channels
+from meliad_like.kernels import recurrence_gpu_channels, recurrence_tpu
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
@@ -32,6 +32,14 @@ def results(read, rule, matrix, start, chunk=recurrences.BLOCK):
     return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in leaves}
 
 
+def check(kernel, *arguments):
+    """The interpreted kernel's results and gradients are the default's."""
+    kernel = functools.partial(kernel, interpret=True)
+    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
+    for name, x in default.items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
 @recurrences.of_each_kind
 @pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
 @pytest.mark.parametrize("values", [1, 4])
@@ -40,10 +48,16 @@ def test_the_kernels_equal_the_default(kind, make, values):
     # Three channels of a value are one after the other, or a fourth one is there.
     rule = rule if values == 1 else rule._replace(value=jnp.pad(rule.value, [(0, 0)] * 3 + [(0, 1)], "reflect"))
     matrix = jax.random.normal(jax.random.key(1), (*rule.value.shape[:2], rule.value.shape[3], recurrences.K))
-    kernel = functools.partial(read_chunks_in_kernel, interpret=True, values=values, slice=values)
-    ours, default = (results(read, rule, matrix, start) for read in (kernel, read_chunks))
-    for name, x in default.items():
-        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+    check(functools.partial(read_chunks_in_kernel, values=values, slice=values), rule, matrix, start)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "delta"])
+@pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_the_kernel_for_tpus_equals_the_default(kind, make, heads):
+    """One program reads a group's heads one after the other, or the heads of both groups at once."""
+    kernel = functools.partial(recurrence_tpu.read_chunks_in_kernel, heads=heads)
+    check(kernel, make(kind), recurrences.first_states(), recurrences.starts("documents"))
 
 
 @pytest.mark.parametrize("kind", ["kimi", "by channel"])
@@ -55,31 +69,32 @@ def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make
     rule = make(kind)
     query, key = (jnp.repeat(x, recurrences.R, axis=1) for x in (rule.query, rule.key))
     arguments = rule._replace(query=query, key=key), recurrences.first_states(), recurrences.starts("documents")
-    kernel = functools.partial(read_chunks_in_kernel, interpret=True, values=1, slice=1)
-    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
-    for name, x in default.items():
-        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+    check(functools.partial(read_chunks_in_kernel, values=1, slice=1), *arguments)
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 64])
-def test_a_chunk_may_have_any_number_of_squares(chunk):
+@pytest.mark.parametrize(
+    ("kernel", "chunk"),
+    [(read_chunks_in_kernel, 1), (read_chunks_in_kernel, 8), (read_chunks_in_kernel, 64)]
+    + [(recurrence_tpu.read_chunks_in_kernel, block) for block in (1, 8, 128)],
+)
+def test_a_chunk_may_have_any_number_of_squares(kernel, chunk):
     """Keys of four channels are as alike as those of a text that repeats itself, and strengths are near 1."""
     generator = np.random.default_rng(0)
     query, key, value = generator.normal(size=(3, 1, 1, 128, 4))
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     log_decay, strength = np.log(generator.uniform(0.9, 1, (1, 1, 128, 1))), generator.uniform(0.99, 1, (1, 1, 128, 1))
     rule = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), Rule(query, key, value, log_decay, strength))
-    arguments = rule, jnp.ones((1, 1, 4, 4)), np.zeros((1, 2), bool), chunk
-    kernel = functools.partial(read_chunks_in_kernel, interpret=True)
-    ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
-    for name, x in default.items():
-        np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
+    check(kernel, rule, jnp.ones((1, 1, 4, 4)), np.zeros((1, 128 // chunk), bool), chunk)
 
 
-@recurrences.of_each_kind
-def test_factors_of_products_may_be_bfloat16(kind):
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [(functools.partial(read_chunks_in_kernel, values=1, slice=1), kind) for kind in recurrences.KINDS]
+    + [(recurrence_tpu.read_chunks_in_kernel, kind) for kind in ("mamba", "delta")],
+)
+def test_factors_of_products_may_be_bfloat16(kernel, kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
-    kernel = functools.partial(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
+    kernel = functools.partial(kernel, interpret=True, dtype=jnp.bfloat16)
     arguments = rule, recurrences.first_states(), start
     ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
     for name, x in default.items():
@@ -95,11 +110,16 @@ def test_a_mesh_may_divide_heads_where_it_cannot_divide_groups(kind):
         np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
+@pytest.fixture(params=["gpu", "tpu"])
+def interpreted(monkeypatch, request):
     """Mixers use the interpreted kernels, whatever their sizes."""
+    for_tpus = functools.partial(recurrence_tpu.read_chunks_in_kernel, interpret=True)
+
+    def kernel(name, block, chunk, key_size, value_size, by_channel):
+        return for_tpus if request.param == "tpu" and not by_channel else RECURRENCES["interpreted"]
+
     jax.clear_caches()
-    monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: RECURRENCES["interpreted"])
+    monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", kernel)
     yield
     jax.clear_caches()
 
@@ -153,10 +173,13 @@ def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_
 
 
 def test_sizes_that_do_not_fit_use_the_default():
-    assert kernel_of_recurrence("gpu", 64, 128, 256) is RECURRENCES["gpu"]
+    assert kernel_of_recurrence("gpu", 512, 64, 128, 256, True) is RECURRENCES["gpu"]
     for sizes in ((8, 128, 128), (128, 128, 128), (64, 96, 128), (64, 256, 64), (64, 64, 8)):
-        assert not recurrence_gpu.fits(*sizes) and kernel_of_recurrence("gpu", *sizes) is None
-    assert kernel_of_recurrence("interpreted", 8, 6, 6) is RECURRENCES["interpreted"]
+        assert kernel_of_recurrence("gpu", 512, *sizes, False) is None
+    assert kernel_of_recurrence("tpu", 256, 64, 64, 256, False) is RECURRENCES["tpu"]
+    for sizes in ((64, 64, 128, 128, False), (512, 64, 128, 128, True), (512, 64, 96, 128, False)):
+        assert kernel_of_recurrence("tpu", *sizes) is None
+    assert kernel_of_recurrence("interpreted", 8, 8, 6, 6, True) is RECURRENCES["interpreted"]
     mixer = KimiDeltaAttention()
     config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
     assert config.recurrence_kernel == "auto" and not mixer.has_recurrence_kernel(config.shape)

@@ -1,4 +1,4 @@
-"""The attention kernel in Pallas's simulation of a TPU: no races, no reads out of bounds or of unwritten memory."""
+"""The kernels for TPUs in Pallas's simulation of a TPU: no races, no reads out of bounds or of unwritten memory."""
 
 import forked
 import pytest
@@ -22,7 +22,7 @@ def simulate(*setting):
 
 
 @pytest.mark.parametrize("setting", [SMALLEST, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in SWEEP)])
-@pytest.mark.parametrize("subject", [[], ["wide"], ["states"], ["memory"]])
+@pytest.mark.parametrize("subject", [[], ["wide"], ["states"], ["memory"], ["recurrence"]])
 def test_the_kernel_is_sound(setting, subject):
     output = simulate(*setting, *subject)
     assert "RACE DETECTED" not in output

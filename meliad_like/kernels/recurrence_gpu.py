@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
 from meliad_like.kernels.recurrence_gpu_programs import (
     Chunk,
@@ -38,9 +38,7 @@ from meliad_like.kernels.recurrence_gpu_programs import (
     states_gradient_kernel,
     states_kernel,
 )
-from meliad_like.kernels.window_tpu import sharded_on_mesh
 from meliad_like.layers.linear_recurrence import Rule, decayed_products
-from meliad_like.layers.sharding import MESH_AXES_OF, scan_in_order
 
 SMALLEST = 16
 """Compiled for a GPU, a chunk has at least as many tokens, and keys and values at least as many channels."""
@@ -48,8 +46,9 @@ LARGEST_CHUNK, LARGEST_KEY, LARGEST_VALUE = 64, 128, 256
 """The most tokens of a chunk, and channels of a key and of a value, for which one program has enough registers."""
 
 
-def fits(chunk: int, key_size: int, value_size: int) -> bool:
+def fits(block: int, chunk: int, key_size: int, value_size: int, by_channel: bool) -> bool:
     """Whether the kernels can be compiled for chunks and heads of these sizes, which must be powers of two."""
+    del block, by_channel
     sizes = (chunk, LARGEST_CHUNK), (key_size, LARGEST_KEY), (value_size, LARGEST_VALUE)
     return all(SMALLEST <= size <= largest and size & (size - 1) == 0 for size, largest in sizes)
 
@@ -76,31 +75,10 @@ def read_chunks_in_kernel(
         values, slice, warps, stages: see `Options`.
     """
     options = Options(jnp.dtype(dtype), values, slice, warps, stages, interpret)
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    by_head = PartitionSpec(lanes, heads)
-    groups = rule.query.shape[1]
-    # All devices have a group that all heads share.
-    shared = by_head if groups > 1 else PartitionSpec(lanes)
-    if groups > 1 and groups % _parts(heads):
-        # A mesh that can't divide the groups divides the heads, each with its own queries and keys: of several groups,
-        # a device could not tell which one its heads belong to.
-        query, key = (jnp.repeat(x, rule.value.shape[1] // groups, axis=1) for x in (rule.query, rule.key))
-        rule = rule._replace(query=query, key=key)
-    of_rule = Rule(shared, shared, by_head, by_head, None if rule.strength is None else by_head)
-
-    def run(rule, matrix, start):
-        return scan_in_order(lambda matrix: _read_segment(options, rule, matrix, start, chunk), matrix)
-
-    in_specs = of_rule, by_head, PartitionSpec(lanes)
-    return sharded_on_mesh(run, in_specs, (by_head, by_head))(rule, matrix, start)
+    return read_on_mesh(functools.partial(_read_segment, options, chunk), rule, matrix, start)
 
 
-def _parts(axis: str) -> int:
-    """The number of parts into which an axis of the mesh divides an array."""
-    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
-
-
-def _read_segment(options: Options, rule: Rule, matrix: Array, start: Array, chunk: int) -> tuple[Array, Array]:
+def _read_segment(options: Options, chunk: int, rule: Rule, matrix: Array, start: Array) -> tuple[Array, Array]:
     groups = rule.query.shape[1]
 
     def cut(x: Array) -> Array:
@@ -118,10 +96,8 @@ def _read_segment(options: Options, rule: Rule, matrix: Array, start: Array, chu
         (of_queries, *of_keys), decay, until_end = decayed_products(readers, of_key, log_decay)
         products = Products(of_queries.astype(options.dtype), of_keys[0] if of_keys else None, decay, until_end)
     inputs = Chunk(query, key, value, rule.strength, *products)
-    num_chunks = log_decay.shape[1]
-    in_block = num_chunks // start.shape[1]
-    first = jnp.repeat(start, in_block, axis=1) & (jnp.arange(num_chunks) % in_block == 0)
-    matrix, read = cast(tuple[Array, Array], _read(options, inputs, matrix, first.astype(jnp.int32)))
+    first = begins_document(start, log_decay.shape[1])
+    matrix, read = cast(tuple[Array, Array], _read(options, inputs, matrix, first))
     return matrix, read.astype(jnp.float32)
 
 

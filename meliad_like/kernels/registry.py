@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.kernels import memory_tpu, recurrence_gpu, states_tpu, window_gpu, window_tpu
+from meliad_like.kernels import memory_tpu, recurrence_gpu, recurrence_tpu, states_tpu, window_gpu, window_tpu
 from meliad_like.kernels.window_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
@@ -63,10 +63,14 @@ KERNELS = {
 }
 
 RECURRENCES: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "tpu": recurrence_tpu.read_chunks_in_kernel,
     "gpu": recurrence_gpu.read_chunks_in_kernel,
     "interpreted": functools.partial(recurrence_gpu.read_chunks_in_kernel, interpret=True),
 }
 """The kernels that read a segment's chunks, with the arguments of `recurrence_gpu.read_chunks_in_kernel`."""
+FITS = {"tpu": recurrence_tpu.fits, "gpu": recurrence_gpu.fits, "interpreted": lambda *_: True}
+"""Whether they can be compiled for a block's and a chunk's number of tokens, sizes of a key and a value, and decays by
+channel."""
 
 
 def kernel_of_platform(window_length: int, head_size: int) -> str:
@@ -87,10 +91,7 @@ def kernel_of_memory(name: str, search: MemorySearch, num_neighbors: int, head_s
     return kernel.memory if kernel and search == "bucketed" and kernel.fits(num_neighbors, head_size) else None
 
 
-def kernel_of_recurrence(
-    name: str, chunk: int, key_size: int, value_size: int
-) -> Callable[..., tuple[Array, Array]] | None:
-    """The kernel that reads chunks of this length, for keys and values of these sizes, and belongs to a
-    `recurrence_kernel`; None if none does."""
-    is_compiled = name != "interpreted"
-    return RECURRENCES.get(name) if not is_compiled or recurrence_gpu.fits(chunk, key_size, value_size) else None
+def kernel_of_recurrence(name: str, *sizes: Any) -> Callable[..., tuple[Array, Array]] | None:
+    """The kernel that belongs to a `recurrence_kernel` and can be compiled for the sizes (see `FITS`); None if none
+    does."""
+    return RECURRENCES[name] if name in RECURRENCES and FITS[name](*sizes) else None

@@ -141,8 +141,10 @@ class MatrixConfig(MixerConfig):
 
     def kernel(self, shape: DecoderShape) -> Callable[..., tuple[Array, Array]] | None:
         """The kernel that reads a segment; None: none does."""
-        sizes = self.sizes(shape)
-        return kernel_of_recurrence(shape.recurrence_kernel, self.chunk(shape), sizes.key_size, sizes.value_size)
+        tokens, sizes = (shape.window_length, self.chunk(shape)), self.sizes(shape)
+        return kernel_of_recurrence(
+            shape.recurrence_kernel, *tokens, sizes.key_size, sizes.value_size, sizes.by_channel
+        )
 
     def has_recurrence_kernel(self, shape):
         return self.kernel(shape) is not None

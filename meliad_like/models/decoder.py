@@ -116,9 +116,10 @@ class DecoderConfig(StackConfig):
     """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
     (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
     the platform's where they pass a check (`mixers/kernel_check.py`), otherwise none."""
-    recurrence_kernel: Literal["auto", "none", "gpu", "interpreted"] = resumable("auto")
+    recurrence_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute recurrences whose state is a matrix (`mixers/matrix_recurrence.py`): none, those
-    compiled for NVIDIA GPUs, or these interpreted. `auto`: the platform's if they pass a check, otherwise none."""
+    compiled for TPUs or NVIDIA GPUs, or the latter interpreted. `auto`: the platform's if they pass a check, otherwise
+    none."""
     published: str = resumable("")
     """The config.json of the published model that the decoder was opened from, with which it can be written again
     (`conversion/published`); "": none. It does not determine how the decoder computes."""

@@ -1,0 +1,45 @@
+"""What the kernels for linear recurrences on all platforms share."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from meliad_like.kernels.window_tpu import sharded_on_mesh
+from meliad_like.layers.linear_recurrence import Rule
+from meliad_like.layers.sharding import MESH_AXES_OF, scan_in_order
+
+
+def read_on_mesh(
+    read: Callable[[Rule, Array, Array], tuple[Array, Array]],
+    rule: Rule,
+    matrix: Float[Array, "b h p k"],
+    start: Bool[Array, "b c"],
+) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
+    """Runs a kernel with arguments and results as `read_chunks`; under a mesh, each device runs it for its lanes and
+    heads."""
+    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
+    by_head = PartitionSpec(lanes, heads)
+    groups = rule.query.shape[1]
+    # All devices have a group that all heads share.
+    shared = by_head if groups > 1 else PartitionSpec(lanes)
+    if groups > 1 and groups % jax.sharding.get_abstract_mesh().shape.get(heads, 1):
+        # A mesh that can't divide the groups divides the heads, each with its own queries and keys: of several groups,
+        # a device could not tell which one its heads belong to.
+        query, key = (jnp.repeat(x, rule.value.shape[1] // groups, axis=1) for x in (rule.query, rule.key))
+        rule = rule._replace(query=query, key=key)
+    of_rule = Rule(shared, shared, by_head, by_head, None if rule.strength is None else by_head)
+
+    def run(rule, matrix, start):
+        return scan_in_order(lambda matrix: read(rule, matrix, start), matrix)
+
+    in_specs = of_rule, by_head, PartitionSpec(lanes)
+    return sharded_on_mesh(run, in_specs, (by_head, by_head))(rule, matrix, start)
+
+
+def begins_document(start: Bool[Array, "b blocks"], num_chunks: int) -> Int[Array, "b c"]:
+    """1 for the chunks with which a document begins, otherwise 0."""
+    in_block = num_chunks // start.shape[1]
+    return (jnp.repeat(start, in_block, axis=1) & (jnp.arange(num_chunks) % in_block == 0)).astype(jnp.int32)
