@@ -145,6 +145,19 @@ def test_padding_share_of_a_finite_reader_is_what_the_masks_say(num_lanes, epoch
     assert reader.padding_share == pytest.approx(1 - np.mean(masks))
 
 
+@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("num_steps", [1, 7, 300])
+def test_the_documents_of_some_steps_are_those_of_their_batches(num_lanes, num_steps):
+    reader = reader_of(RANDOM_LENGTHS, num_lanes)
+    read = {int(i) for step in range(num_steps) for i in reader.batch(step, range(num_lanes)).document.ravel()}
+    assert reader.documents_read(num_steps).tolist() == sorted(read - {-1})
+
+
+def test_steps_in_a_document():
+    # 80 targets are 5 segments of 16, 16 targets are one: five sixths of the steps are in the first document.
+    assert reader_of([81, 17]).steps_in_document == pytest.approx(5 * 5 / 6 + 1 / 6)
+
+
 def test_segment_must_be_a_multiple_of_the_window():
     with pytest.raises(UserError, match="segment_length=1000 must be a multiple of window_length=512"):
         reader_of([5], segment_length=1000, window_length=512)

@@ -13,6 +13,7 @@ from tiny_run import assert_same_bits, parse, read_metrics, run_and_act, set_up,
 from meliad_like import config
 from meliad_like.config.run import stages_of
 from meliad_like.errors import UserError
+from meliad_like.run import step_log
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.program import TrainingProgram
@@ -57,6 +58,30 @@ SHORTFORMER = (
 def bindings(tmp_path_factory):
     made = tiny_run.make_bindings(tmp_path_factory.mktemp("documents"))
     return [binding for binding in made if not binding.startswith("Adafactor.")]
+
+
+def test_what_all_stages_read_is_said(bindings, monkeypatch):
+    """With a warning for each stage in which few lanes stay in their documents for long."""
+    run = parse(bindings, *STAGES, "ReaderConfig.tokens_per_step = 128")
+    setups = [set_up(run, stage) for stage in range(3)]
+    numbers = [stage.stage.last_step - stage.stage.first_step for stage in setups]
+    read = {
+        int(document)
+        for stage, number in zip(setups, numbers, strict=True)
+        for step in range(number)
+        for document in stage.reader.batch(step, range(stage.reader.num_lanes)).document.ravel()
+    }
+    (said,) = step_log.reading_report(setups)
+    assert said == f"reads {len(read)} of 20 documents, 10.8% of the tokens" and len(read) < 20
+    # The stages have 8, 4 and 2 lanes, and documents of about 800 tokens.
+    monkeypatch.setattr(step_log, "MANY_STEPS", 10)
+    assert step_log.reading_report(setups)[1:] == [
+        f"warning: for about {steps} steps in a row each step sees the same {lanes} of 20 documents: "
+        f"use more lanes, of shorter segments (ReaderConfig.segment_length={length})"
+        for steps, lanes, length in ((25, 4, 32), (13, 2, 64))
+    ]
+    longer = set_up(parse(bindings, *STAGES, "TrainingConfig.num_steps = 200"))
+    assert step_log.reading_report([longer]) == ["reads 8.3 epochs of 20 documents"]
 
 
 @pytest.fixture(scope="module")

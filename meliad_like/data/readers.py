@@ -43,6 +43,13 @@ class ScheduledReader(Reader):
     def num_steps(self) -> int | None:
         return self._schedule.num_steps(self._windows_in_segment)
 
+    def documents_read(self, num_steps: int) -> np.ndarray:
+        return self._schedule.documents(num_steps * self._windows_in_segment)
+
+    @property
+    def steps_in_document(self) -> float:
+        return float(np.square(self._windows).sum() / self._windows.sum() / self._windows_in_segment)
+
     @property
     def padding_share(self) -> float:
         num_steps = self.num_steps

@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -93,6 +93,13 @@ class Schedule:
                 if block < end:
                     runs.append(Run(block, end - block, document, block - starts[index]))
             return runs
+
+    def documents(self, count: int) -> np.ndarray:
+        """int32[...]: the documents that begin in the first `count` blocks of any lane, each of them once."""
+        with self._lock:
+            self._deal_until(count)
+            lanes = zip(self._starts, self._documents, strict=True)
+            return np.unique(np.concatenate([documents[: bisect_left(starts, count)] for starts, documents in lanes]))
 
     def _deal_until(self, block: float) -> None:
         """Assigns documents until no lane is free before `block`, or all documents are assigned."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,6 +18,10 @@ from meliad_like.run.setup import StageSetup
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.step import StepMetrics, TrainState
+
+FEW_LANES = 8
+MANY_STEPS = 100
+"""With fewer lanes than these, which stay in their documents for this many steps, training follows single documents."""
 
 
 class LogFacts(NamedTuple):
@@ -38,18 +42,47 @@ class LogFacts(NamedTuple):
 
 def log_facts(setup: StageSetup) -> LogFacts:
     """The facts for the log of a stage. On a device without a data sheet it measures the peak rate, once."""
-    run, reader = setup.run, setup.reader
-    totals = [store.totals("train") for store in setup.stores]
-    targets_per_step = run.data.tokens_per_step * (1 - reader.padding_share)
+    run, totals = setup.run, [store.totals("train") for store in setup.stores]
     return LogFacts(
         learning_rate=applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps)),
         tokens_per_step=run.data.tokens_per_step,
-        epochs_per_step=targets_per_step / sum(map(run.data.num_targets, totals)),
+        epochs_per_step=epochs_per_step(setup),
         bytes_per_token=run.data.bytes_per_target(totals),
         flops_per_token=setup.model.training_flops_per_token,
         peak_flops=peak_flops(run.model.activation_dtype) * jax.device_count(),
-        leaks_the_future=reader.leaks_the_future,
+        leaks_the_future=setup.reader.leaks_the_future,
     )
+
+
+def epochs_per_step(setup: StageSetup) -> float:
+    """The share of an epoch in a step of a stage (`LogFacts`)."""
+    data = setup.run.data
+    targets = sum(data.num_targets(store.totals("train")) for store in setup.stores)
+    return data.tokens_per_step * (1 - setup.reader.padding_share) / targets
+
+
+def reading_report(setups: Sequence[StageSetup]) -> list[str]:
+    """Lines that say which part of the documents all stages of a run read, with a warning where lanes are too few."""
+    num_documents = int(np.count_nonzero(setups[0].reader.documents.lengths > 1))
+    steps = [setup.stage.last_step - setup.stage.first_step for setup in setups]
+    epochs = sum(epochs_per_step(setup) * num for setup, num in zip(setups, steps, strict=True))
+    if epochs >= 1:
+        # To count the documents of many epochs would be slow, and tell nothing.
+        lines = [f"reads {epochs:.1f} epochs of {num_documents:,} documents"]
+    else:
+        read = [setup.reader.documents_read(num) for setup, num in zip(setups, steps, strict=True)]
+        part = [documents for documents in read if documents is not None]
+        of = f"{len(np.unique(np.concatenate(part))):,} of " if part else ""
+        lines = [f"reads {of}{num_documents:,} documents, {epochs:.1%} of the tokens"]
+    for setup in setups:
+        lanes, in_a_row = setup.reader.num_lanes, setup.reader.steps_in_document
+        if lanes < min(FEW_LANES, num_documents) and in_a_row >= MANY_STEPS:
+            lines.append(
+                f"warning: for about {in_a_row:,.0f} steps in a row each step sees the same "
+                f"{lanes} of {num_documents:,} documents: use more lanes, of shorter segments "
+                f"(ReaderConfig.segment_length={setup.run.data.segment_length})"
+            )
+    return lines
 
 
 class StepLog:

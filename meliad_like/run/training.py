@@ -18,7 +18,7 @@ from meliad_like.remote import any_path
 from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary
 from meliad_like.run.setup import StageSetup, metadata, set_up, starting_state
-from meliad_like.run.step_log import StepLog, log_facts, step_report
+from meliad_like.run.step_log import StepLog, log_facts, reading_report, step_report
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import Hook, Session, open_session, run_steps
 from meliad_like.training.processes import EXIT_STATUS, Ownership
@@ -49,8 +49,8 @@ def train(
     if profile_steps is not None and profile_steps[0] > num_steps:
         flag = f"--profile_steps={profile_steps[0]}:{profile_steps[1]}"
         raise UserError(f"{flag} begins after TrainingConfig.num_steps={num_steps}")
-    setups = set_up(run, mesh)
-    for setup in setups:
+    all_setups = set_up(run, mesh)
+    for setup in all_setups:
         check_hooks(setup)
 
     # --- The working folder: it is this run's, and no other process writes to it ---
@@ -69,12 +69,12 @@ def train(
             return 0
         if jax.process_index() == 0:
             configuration.save(run, folder)
-            save_vocabulary(setups[0].store.vocabulary, folder / "checkpoints")
+            save_vocabulary(all_setups[0].store.vocabulary, folder / "checkpoints")
 
         # --- The state to begin with ---
         # A stage's last checkpoint holds what that stage remembered.
-        first = next(i for i, setup in enumerate(setups) if start_step <= setup.stage.last_step)
-        setups = setups[first:]
+        first = next(i for i, setup in enumerate(all_setups) if start_step <= setup.stage.last_step)
+        setups = all_setups[first:]
         state = starting_state(setups[0], checkpoints, load_dir)
 
         # --- Training, stage after stage ---
@@ -82,6 +82,8 @@ def train(
         tracking = {"trackers": run.trackers, "settings": settings, "logged": saved.get("logged")}
         with open_session(folder, checkpoints, start_step, num_steps, profile_steps, **tracking) as session:
             _announce(setups, start_step, load_dir, session)
+            for line in reading_report(all_setups):
+                session.writer.say(line)
 
             def save(step: int, state: TrainState) -> None:
                 # A run is often stopped at a step that was saved anyway.
