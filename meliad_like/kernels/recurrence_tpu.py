@@ -1,4 +1,4 @@
-"""A Pallas kernel for TPUs that computes `read_chunks` (`layers/linear_recurrence.py`) with decays by head.
+"""A Pallas kernel for TPUs that computes `read_chunks` (`layers/linear_recurrence.py`).
 
 One run of it computes a chunk of some heads, from the first chunk to the last, or for the gradients from the last to
 the first. The states of the heads stay in the chip's own memory through the segment, and all products of a chunk's
@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
-from meliad_like.kernels.recurrence_tpu_programs import Inputs, Options, backward_kernel, forward_kernel
+from meliad_like.kernels.recurrence_tpu_products import Options
+from meliad_like.kernels.recurrence_tpu_programs import Inputs, backward_kernel, forward_kernel
 from meliad_like.kernels.window_tpu import VMEM_LIMIT
 from meliad_like.layers.linear_recurrence import Rule
 
@@ -29,8 +30,8 @@ SIZES = (64, 128, 192, 256)
 
 def fits(block: int, chunk: int, key_size: int, value_size: int, by_channel: bool) -> bool:
     """Whether the kernel can be compiled for blocks and heads of these sizes."""
-    del chunk
-    return not by_channel and block % CHUNK == 0 and key_size in SIZES and value_size in SIZES
+    del chunk, by_channel
+    return block % CHUNK == 0 and key_size in SIZES and value_size in SIZES
 
 
 def read_chunks_in_kernel(
@@ -41,7 +42,7 @@ def read_chunks_in_kernel(
     *,
     dtype: Any = jnp.float32,
     interpret: bool | pltpu.InterpretParams = False,
-    heads: int = 4,
+    heads: int | None = None,
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
     """Computes `read_chunks`, also under a mesh, where each device computes its lanes and heads.
 
@@ -49,25 +50,27 @@ def read_chunks_in_kernel(
         chunk: not used: chunks have the largest length up to `CHUNK` that divides a block, which is the fastest.
         dtype: the activations' type, to which queries, keys, values, updates and states are rounded for products.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
-        heads: see `Options`.
+        heads: see `Options`; None: 2 with decays by channel, which take longest to compile, otherwise 4.
     """
     del chunk
-    options = Options(jnp.dtype(dtype), heads, interpret)
+    by_channel = rule.log_decay.shape[3] > 1
+    options = Options(jnp.dtype(dtype), heads or (2 if by_channel else 4), by_channel, interpret)
 
     def read(rule, matrix, start):
         t = math.gcd(rule.value.shape[2] // start.shape[1], CHUNK)
         g, h, num_chunks = rule.query.shape[1], rule.value.shape[1], rule.value.shape[2] // t
         # The number of groups in a program.
-        groups = max(i for i in range(1, g + 1) if g % i == 0 and i * h // g <= max(heads, h // g))
+        groups = max(i for i in range(1, g + 1) if g % i == 0 and i * h // g <= max(options.heads, h // g))
 
         def rows(x: Array) -> Array:
             return rearrange(x, "b (i h) (c t) 1 -> b i c h t", i=g // groups, t=t)
 
-        def vectors(x: Array) -> Array:
-            return rearrange(x.astype(options.dtype), "b (i h) n e -> b i h n e", i=g // groups)
+        def vectors(x: Array, dtype: Any = options.dtype) -> Array:
+            return rearrange(x.astype(dtype), "b (i h) n e -> b i h n e", i=g // groups)
 
         # As in `decayed_products`: the bound changes no decay.
-        log_decay = rows(jnp.maximum(rule.log_decay, -128))
+        log_decay = jnp.maximum(rule.log_decay, -128)
+        log_decay = vectors(log_decay, jnp.float32) if options.by_channel else rows(log_decay)
         strength = None if rule.strength is None else rows(rule.strength)
         inputs = Inputs(vectors(rule.query), vectors(rule.key), vectors(rule.value), log_decay, strength)
         states = rearrange(matrix, "b (i h) p k -> b i h p k", i=g // groups)
@@ -83,7 +86,7 @@ def _read(options: Options, inputs: Inputs, matrix: Array, first: Array) -> tupl
 
 
 def _read_forward(options, inputs, matrix, first):
-    grid = _Grid(options, inputs, reversed=False)
+    grid = _Grid(options, inputs, first.shape[1], reversed=False)
     read = (first, grid.flags), (inputs, grid.inputs), (matrix, grid.matrix)
     written = (inputs.value, grid.inputs.value), (grid.before, grid.states), (matrix, grid.matrix)
     read, before, after = grid.call(forward_kernel, read, written, [grid.sums])
@@ -92,7 +95,7 @@ def _read_forward(options, inputs, matrix, first):
 
 def _read_backward(options, saved, cotangents):
     (inputs, before, first), (of_after, cotangent) = saved, cotangents
-    grid = _Grid(options, inputs, reversed=True)
+    grid = _Grid(options, inputs, first.shape[1], reversed=True)
     read = (first, grid.flags), (inputs, grid.inputs), (before, grid.states)
     read = *read, (cotangent, grid.inputs.value), (of_after, grid.matrix)
     of_keys = pltpu.VMEM((inputs.key.shape[2], grid.t, grid.k), jnp.float32)
@@ -107,10 +110,10 @@ _read.defvjp(_read_forward, _read_backward)
 class _Grid:
     """The grid of the kernels (lanes, programs for some heads, chunks), and the parts of arrays that a run sees."""
 
-    def __init__(self, options: Options, inputs: Inputs, reversed: bool):
+    def __init__(self, options: Options, inputs: Inputs, num_chunks: int, reversed: bool):
         self.options = options
-        self.b, self.i, self.c, h, self.t = inputs.log_decay.shape
-        p, self.k = inputs.value.shape[-1], inputs.key.shape[-1]
+        self.b, self.i, h, n, p = inputs.value.shape
+        self.c, self.t, self.k = num_chunks, n // num_chunks, inputs.key.shape[-1]
 
         def at(c):
             return self.c - 1 - c if reversed else c
@@ -124,7 +127,8 @@ class _Grid:
         rows = of_chunk(h, self.t)
         strength = None if inputs.strength is None else rows
         of_key = vectors(inputs.key)
-        self.inputs = Inputs(of_key, of_key, vectors(inputs.value), rows, strength)
+        log_decay = vectors(inputs.log_decay) if options.by_channel else rows
+        self.inputs = Inputs(of_key, of_key, vectors(inputs.value), log_decay, strength)
         self.flags = pl.BlockSpec(memory_space=pltpu.SMEM)
         self.matrix = pl.BlockSpec((None, None, h, p, self.k), lambda b, i, c: (b, i, 0, 0, 0))
         self.states = of_chunk(h, p, self.k)

@@ -1,10 +1,10 @@
 """The programs of the kernels for linear recurrences on TPUs (`kernels/recurrence_tpu.py`): a chunk of some heads.
 
-Of a chunk's tokens, the *updates* u_t are what they write. With the decays g_t of the state from the chunk's beginning
-to token t, e_t from there to its end, and D between two tokens, and with the inverse T of I + A, where A is beta
-(k k^T D) below the diagonal:
+Of a chunk's tokens, the *updates* u_t are what they write. With queries and keys that are decayed from the chunk's
+beginning to the token (q', k'), or from there to its end (k"), and of the delta rule the inverse T of I + A, where A
+is beta times the products of keys below the diagonal:
 
-    u = T beta (v - g k S^T),    y = (q k^T D) u + g q S^T,    S' = g_end S + (u e)^T k
+    u = T beta (v - k' S^T),    y = (products of queries) u + q' S^T,    S' = decay_end S + u^T k"
 
 The backward pass computes all of this again from the states before each chunk, which the forward pass saves.
 """
@@ -16,27 +16,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.window_tpu import matrix_product as product
+from meliad_like.kernels.recurrence_tpu_products import (
+    ByChannel,
+    ByHead,
+    Options,
+    Products,
+    indices,
+    precisely,
+    product,
+    sums_of_decays,
+    times,
+)
 
 SQUARE = 16
 """The side of the squares of which the inverse of a triangular matrix is made."""
 
 
-class Options(NamedTuple):
-    """The settings that are known when the kernels are compiled."""
-
-    dtype: Any
-    """The dtype of the factors of products. Products of float32 have the precision of the platform's default."""
-    heads: int
-    """The largest number of heads that are computed at once, so that one of them works while another waits."""
-    interpret: bool | pltpu.InterpretParams
-
-
 class Inputs(NamedTuple):
-    """The rule of a chunk's tokens, in references to the groups and heads of one program."""
+    """The rule of a chunk's tokens, in references to the groups and heads of one program; or its gradients."""
 
     query: Any
     """[g, t, k]"""
@@ -45,82 +44,27 @@ class Inputs(NamedTuple):
     value: Any
     """[h, t, p]"""
     log_decay: Any
-    """[h, t], at least -128."""
+    """[h, t], or with decays by channel [h, t, k]; at least -128."""
     strength: Any
     """[h, t]; None: values are written as they are."""
 
 
-class Decays(NamedTuple):
-    """The decays of a head's states in a chunk."""
+class Head:
+    """A head in a chunk: its arrays, decayed."""
 
-    between: Float[Array, "t t"]
-    """From token s to token t, and 0 above the diagonal."""
-    since_begin: Float[Array, "t 1"]
-    until_end: Float[Array, "t 1"]
+    def __init__(self, options: Options, index: Any, group: int, value: Array, decayed: ByHead | ByChannel, strength):
+        """`strength` is a column [t, 1], or None."""
+        self.options, self.index, self.group, self.value, self.strength = options, index, group, value, strength
+        self.decayed, self.products = decayed, decayed.products
+        since_begin, until_end = self.products[2:]
+        self.query, self.key = (times(options, x, since_begin) for x in (decayed.query, decayed.key))
+        self.key_until_end = times(options, decayed.key, until_end)
+        self.weights = self.products.of_queries.astype(options.dtype)
+        self.of_chunk = since_begin[-1:]
 
-    @property
-    def of_chunk(self) -> Float[Array, "1 1"]:
-        return self.since_begin[-1:]
-
-
-class Head(NamedTuple):
-    """The arrays of a head in a chunk, as the programs load them."""
-
-    index: Any
-    group: int
-    query: Array
-    key: Array
-    value: Array
-    of_queries: Array
-    """[t, t]: the products of queries with keys, float32."""
-    of_keys: Any
-    """[t, t]: the products of keys with keys, float32; None without strength."""
-    decays: Decays
-    strength: Any
-    """[t, 1]"""
-
-
-def indices(t: int) -> tuple[Array, Array]:
-    """The row and the column of each entry of a square matrix."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
-    return row, column
-
-
-def precisely(options: Options, x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
-    """The product of two float32 matrices, of factors of at least 16 binary digits.
-
-    In three passes of a TPU's unit where activations are bfloat16. Its six passes for all digits are for float32.
-    """
-    if options.dtype == jnp.float32:
-        axes = (contracted[:1], contracted[1:]), ((), ())
-        return jax.lax.dot_general(x, y, axes, precision="highest", preferred_element_type=jnp.float32)
-    (x, rest_of_x), (y, rest_of_y) = _in_two(x), _in_two(y)
-    return product(x, y, contracted) + (product(rest_of_x, y, contracted) + product(x, rest_of_y, contracted))
-
-
-def _in_two(x: Array) -> tuple[Array, Array]:
-    """A number rounded to bfloat16, and what that leaves of it."""
-    rounded = x.astype(jnp.bfloat16)
-    return rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def sums_of_decays(log_decay: Float[Array, "h t"]) -> Float[Array, "h2 t"]:
-    """The sums of the logarithms of decays up to each token, in two parts, as in `linear_recurrence.sums_between`."""
-    t = log_decay.shape[1]
-    unit, (row, column) = t / 2**17, indices(t)
-    rounded = jnp.round(log_decay / unit) * unit
-    parts = jnp.concatenate([rounded, log_decay - rounded])
-    return jnp.dot(parts, (row <= column).astype(jnp.float32), precision="highest", preferred_element_type=jnp.float32)
-
-
-def _decays(rows: list[Array], columns: Array) -> Decays:
-    """The decays from the two parts of their sums, each a row [1, t] and a column."""
-    row, column = indices(len(columns))
-    parts = [columns[:, i : i + 1] for i in range(2)]
-    difference = functools.reduce(jnp.add, [x - y for x, y in zip(parts, rows)])
-    between = jnp.exp(jnp.where(column <= row, difference, -jnp.inf))
-    until_end = jnp.exp(functools.reduce(jnp.add, [x[-1:] - x for x in parts]))
-    return Decays(between, jnp.exp(functools.reduce(jnp.add, parts)), until_end)
+    def after(self, state: Float[Array, "p k"], update: Float[Array, "t p"]) -> Float[Array, "p k"]:
+        """The state after the chunk."""
+        return self.of_chunk * state + product(update, self.key_until_end, (0, 0))
 
 
 def inverse_of_unit_triangular(options: Options, below: Float[Array, "t t"]) -> Float[Array, "t t"]:
@@ -169,44 +113,35 @@ class Updates(NamedTuple):
     update: Array
     """[t, p], rounded."""
     inverse: Any = None
-    """[t, t], rounded; this and the following are None without strength."""
-    from_state: Any = None
-    """[t, p]: the values that the state has for the keys, not decayed."""
+    """[t, t], rounded; None without strength."""
     difference: Any = None
-    """[t, p]: the values without what the state has for their keys."""
+    """[t, p]: the values without what the state has for their keys; None without strength."""
 
 
-def updates(options: Options, x: Head, state: Float[Array, "p k"]) -> Updates:
+def updates(x: Head, state: Float[Array, "p k"]) -> Updates:
     """The updates of a chunk's tokens, from the state before it, rounded."""
     if x.strength is None:
         return Updates(x.value)
     row, column = indices(len(x.key))
-    below = jnp.where(column < row, x.of_keys * x.decays.between * x.strength, 0)
-    inverse = inverse_of_unit_triangular(options, below).astype(options.dtype)
-    from_state = product(x.key, state, (1, 1))
-    difference = x.value.astype(jnp.float32) - x.decays.since_begin * from_state
-    update = product(inverse, (x.strength * difference).astype(options.dtype)).astype(options.dtype)
-    return Updates(update, inverse, from_state, difference)
-
-
-def _times(options: Options, x: Array, factor: Array) -> Array:
-    return (x.astype(jnp.float32) * factor).astype(options.dtype)
+    below = jnp.where(column < row, x.products.of_keys * x.strength, 0)
+    inverse = inverse_of_unit_triangular(x.options, below).astype(x.options.dtype)
+    difference = x.value.astype(jnp.float32) - product(x.key, state, (1, 1))
+    update = product(inverse, times(x.options, difference, x.strength))
+    return Updates(update.astype(x.options.dtype), inverse, difference)
 
 
 def forward_kernel(options: Options, first, x: Inputs, matrix, read, before, after, sums):
     """Writes what the tokens read [h, t, p], and the states before the chunk and after it [h, p, k]."""
-    is_first = _begin(x, first, pl.program_id(2), matrix, after, sums)
+    is_first = _begin(options, x, first, pl.program_id(2), matrix, after, sums)
 
     def run(heads: list[Head]):
         results = []
         for head in heads:
             state = jnp.where(is_first, 0.0, after[head.index])
             rounded = state.astype(options.dtype)
-            update = updates(options, head, rounded).update
-            weights = (head.of_queries * head.decays.between).astype(options.dtype)
-            result = product(weights, update) + head.decays.since_begin * product(head.query, rounded, (1, 1))
-            added = product(_times(options, update, head.decays.until_end), head.key, (0, 0))
-            results.append((head.index, rounded, result, head.decays.of_chunk * state + added))
+            update = updates(head, rounded).update
+            result = product(head.weights, update) + product(head.query, rounded, (1, 1))
+            results.append((head.index, rounded, result, head.after(state, update)))
         for index, rounded, result, state in results:
             before[index], after[index] = rounded, state
             read[index] = result.astype(options.dtype)
@@ -215,37 +150,26 @@ def forward_kernel(options: Options, first, x: Inputs, matrix, read, before, aft
 
 
 def backward_kernel(
-    options: Options,
-    first,
-    x: Inputs,
-    before,
-    cotangent,
-    of_after,
-    gradients: Inputs,
-    of_state,
-    sums,
-    of_queries,
-    of_keys,
+    options: Options, first, x: Inputs, before, cotangent, of_after, gradients, of_state, sums, of_queries, of_keys
 ):
     """Writes the gradients of the inputs, and of the states before the chunk [h, p, k], from last to first.
 
     `of_state` are the gradients of the states after a chunk, and then of those before it.
     """
     chunk = pl.num_programs(2) - 1 - pl.program_id(2)
-    is_first = _begin(x, first, chunk, of_after, of_state, sums)
+    is_first = _begin(options, x, first, chunk, of_after, of_state, sums)
     of_queries[...] = jnp.zeros(of_queries.shape, jnp.float32)
     of_keys[...] = jnp.zeros(of_keys.shape, jnp.float32)
 
     def run(heads: list[Head]):
-        results = [_gradients(options, x, before[x.index], cotangent[x.index], of_state[x.index]) for x in heads]
+        results = [_gradients(x, before[x.index], cotangent[x.index], of_state[x.index]) for x in heads]
         for x, (of_inputs, of_before) in zip(heads, results, strict=True):
-            row = pl.ds(x.index, 1)
             of_queries[x.group] += of_inputs.query
             of_keys[x.group] += of_inputs.key
             gradients.value[x.index] = of_inputs.value.astype(options.dtype)
-            gradients.log_decay[row, :] = of_inputs.log_decay
+            gradients.log_decay[_row(gradients.log_decay, x.index)] = of_inputs.log_decay
             if x.strength is not None:
-                gradients.strength[row, :] = of_inputs.strength
+                gradients.strength[_row(gradients.strength, x.index)] = of_inputs.strength
             of_state[x.index] = jnp.where(is_first, 0.0, of_before)
 
     _for_all_heads(options, x, sums, run)
@@ -253,54 +177,45 @@ def backward_kernel(
     gradients.key[...] = of_keys[...].astype(options.dtype)
 
 
-def _gradients(options: Options, x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Array, "p k"]]:
-    """The gradients of the inputs of a head, and of the state before it.
-
-    Gradients of the strength's and decays' are rows [1, t].
-    """
-    decays, (row, column) = x.decays, indices(len(x.key))
-    since_begin, until_end, between = decays.since_begin, decays.until_end, decays.between
-    made, rounded = updates(options, x, before), of_after.astype(options.dtype)
-    weights = x.of_queries * between
-    of_update = product(weights.astype(options.dtype), cotangent, (0, 0)) + until_end * product(x.key, rounded, (1, 1))
-    of_weights = product(cotangent, made.update, (1, 1))
-    # Of the sums of logarithms of decays: between tokens, since the beginning, and until the end.
-    of_between = of_weights * weights
-    of_products = (of_weights * between).astype(options.dtype)
-    from_state, to_state = product(cotangent, before), product(made.update, rounded)
-    of_query = product(of_products, x.key) + since_begin * from_state
-    of_key = product(of_products, x.query, (0, 0)) + until_end * to_state
-    query, key = x.query.astype(jnp.float32), x.key.astype(jnp.float32)
-    of_begin = since_begin * jnp.sum(query * from_state, axis=1, keepdims=True)
-    of_end = until_end * jnp.sum(key * to_state, axis=1, keepdims=True)
-    of_chunk = decays.of_chunk * jnp.sum(before.astype(jnp.float32) * of_after)
-    of_before = decays.of_chunk * of_after + product(_times(options, cotangent, since_begin), x.query, (0, 0))
-    of_value, of_strength = of_update, None
+def _gradients(x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Array, "p k"]]:
+    """The gradients of the inputs of a head, where that of the strength is a row [1, t], and of the state before it."""
+    options, decayed, (row, column) = x.options, x.decayed, indices(len(x.key))
+    made, rounded = updates(x, before), of_after.astype(options.dtype)
+    of_update = product(x.weights, cotangent, (0, 0)) + product(x.key_until_end, rounded, (1, 1))
+    of_queries = jnp.where(column <= row, product(cotangent, made.update, (1, 1)), 0)
+    # The gradients of what is decayed.
+    of_query, of_key_until_end = product(cotangent, before), product(made.update, rounded)
+    of_before = x.of_chunk * of_after + product(cotangent, x.query, (0, 0))
+    of_value, of_strength, of_keys, of_key = of_update, None, None, jnp.zeros_like(of_query)
     if x.strength is not None:
         # The gradient of the values times their strength.
         of_known = product(made.inverse, of_update.astype(options.dtype), (0, 0))
         of_value = x.strength * of_known
         of_solved = -jnp.where(column < row, product(of_known.astype(options.dtype), made.update, (1, 1)), 0)
-        below = x.of_keys * between
+        of_keys = x.strength * of_solved
         of_strength = jnp.sum(of_known * made.difference, axis=1, keepdims=True)
-        of_strength += jnp.sum(of_solved * below, axis=1, keepdims=True)
-        of_below = x.strength * of_solved
-        of_between += of_below * below
-        of_pairs = (of_below * between).astype(options.dtype)
-        read = _times(options, of_value, since_begin)
-        of_key += product(of_pairs, x.key) + product(of_pairs, x.key, (0, 0)) - product(read, before)
-        of_begin -= since_begin * jnp.sum(of_value * made.from_state, axis=1, keepdims=True)
-        of_before -= product(read, x.key, (0, 0))
-    of_begin += jnp.where(row[:, :1] == len(row) - 1, of_chunk, 0)
-    # The token in each column decays what is between an earlier one and itself or a later one.
-    of_pairs = precisely(options, of_between, (row >= column).astype(jnp.float32), (0, 0))
-    of_log_decay = jnp.sum(jnp.where(row < column, of_pairs + of_end, of_begin), axis=0, keepdims=True)
-    if of_strength is not None:
+        of_strength += jnp.sum(of_solved * x.products.of_keys, axis=1, keepdims=True)
         of_strength = jnp.sum(jnp.where(row == column, of_strength, 0), axis=0, keepdims=True)
+        written = of_value.astype(options.dtype)
+        of_key = -product(written, before)
+        of_before -= product(written, x.key, (0, 0))
+    query, key = decayed.query.astype(jnp.float32), decayed.key.astype(jnp.float32)
+    of_begin, of_end = query * of_query + key * of_key, key * of_key_until_end
+    of_chunk = jnp.sum(before.astype(jnp.float32) * of_after, axis=0, keepdims=True)
+    of_begin += jnp.where(row[:, :1] == len(row) - 1, of_chunk, 0)
+    since_begin, until_end = x.products[2:]
+    of_query, of_key = since_begin * of_query, since_begin * of_key + until_end * of_key_until_end
+    of_products = Products(of_queries, of_keys, of_begin, of_end)
+    of_query, of_key, of_log_decay = decayed.pull_back(of_products, of_query, of_key)
     return Inputs(of_query, of_key, of_value, of_log_decay, of_strength), of_before
 
 
-def _begin(x: Inputs, first, chunk, matrix, state, sums):
+def _row(reference, index) -> Any:
+    """The index of a head in a reference to [h, t], as a row, or to [h, t, k]."""
+    return (pl.ds(index, 1), slice(None)) if len(reference.shape) == 2 else index
+
+
+def _begin(options: Options, x: Inputs, first, chunk, matrix, state, sums):
     """Begins a chunk: with a lane's first one the states, and the sums of its decays. Returns whether a document begins
     with the chunk."""
 
@@ -308,7 +223,8 @@ def _begin(x: Inputs, first, chunk, matrix, state, sums):
     def _():
         state[...] = matrix[...]
 
-    sums[...] = sums_of_decays(x.log_decay[...])
+    if not options.by_channel:
+        sums[...] = sums_of_decays(x.log_decay[...])
     return first[pl.program_id(0), chunk] > 0
 
 
@@ -317,21 +233,26 @@ def _for_all_heads(options: Options, x: Inputs, sums, run: Callable[[list[Head]]
     num_groups, num_heads = len(x.query), len(x.value)
     in_group = num_heads // num_groups
     at_once = max(i for i in range(1, min(options.heads, in_group) + 1) if in_group % i == 0)
-    groups = []
-    for group in range(num_groups):
-        query, key = x.query[group], x.key[group]
-        of_keys = None if x.strength is None else product(key, key, (1, 1))
-        groups.append((query, key, product(query, key, (1, 1)), of_keys))
+    vectors = [(x.query[group], x.key[group]) for group in range(num_groups)]
+    pairs = []
+    if not options.by_channel:
+        for query, key in vectors:
+            pairs.append((product(query, key, (1, 1)), None if x.strength is None else product(key, key, (1, 1))))
 
     def load(group: int, index) -> Head:
-        rows = [sums[pl.ds(place, 1), :] for place in (index, num_heads + index)]
+        rows = [] if options.by_channel else [sums[pl.ds(place, 1), :] for place in (index, num_heads + index)]
         rows += [] if x.strength is None else [x.strength[pl.ds(index, 1), :]]
-        # Transposed in whole tiles.
-        columns = jnp.concatenate(rows + rows[:1] * (8 - len(rows))).T
-        query, key, of_queries, of_keys = groups[group]
-        strength = None if x.strength is None else columns[:, 2:3]
-        decays = _decays(rows[:2], columns)
-        return Head(index, group, query, key, x.value[index], of_queries, of_keys, decays, strength)
+        columns = []
+        if rows:
+            # Transposed in whole tiles.
+            transposed = jnp.concatenate(rows + rows[:1] * (8 - len(rows))).T
+            columns = [transposed[:, i : i + 1] for i in range(len(rows))]
+        strength = None if x.strength is None else columns[-1]
+        if options.by_channel:
+            decayed = ByChannel(options, *vectors[group], x.log_decay[index], with_keys=strength is not None)
+        else:
+            decayed = ByHead(options, *vectors[group], pairs[group], rows[:2], columns[:2])
+        return Head(options, index, group, x.value[index], decayed, strength)
 
     def step(i, _):
         begins = [(group, group * in_group + i * at_once) for group in range(num_groups)]
