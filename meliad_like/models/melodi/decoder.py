@@ -120,7 +120,7 @@ def toeplitz(by_distance: Float[Array, "h length"], rows: int, lead: int) -> Flo
     near, far = by_distance[:, :lead], by_distance[:, lead:]
     cycle = jnp.concatenate([near[:, ::-1], jnp.zeros((h, rows)), far[:, ::-1]], axis=1)
     # A row begins one place further left in the cycle than the row above it.
-    by_row = jnp.inputs(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
+    by_row = jnp.tile(cycle, (1, rows))[:, : rows * (columns + rows - 2)]
     return by_row.reshape(h, rows, -1)[..., :columns]
 
 
@@ -387,7 +387,7 @@ class Melodi(Stack):
     def _summaries(self, *batch: int) -> Float[Array, "*batch u d"]:
         """The summary tokens before the first layer."""
         # Rounded after they are repeated, so that their gradients are float32 sums over lanes and blocks.
-        return jnp.inputs(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
+        return jnp.tile(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
 
     def embed(self, tokens, position, dropout_key):
         """The embedding vectors of a token, or of the windows of a segment with their summary tokens."""
