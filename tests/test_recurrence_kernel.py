@@ -21,21 +21,30 @@ from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
 from meliad_like.models.decoder import DecoderConfig
 
 
-def results(read, rule, matrix, start, chunk=recurrences.BLOCK):
-    """The states after the segment, what the tokens read, and the gradients of all inputs."""
+@functools.cache
+def with_options(read, **options):
+    """The same function for the same options, so that tests share programs."""
+    return functools.partial(read, **options)
 
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def differentiate(read, rule, matrix, start, chunk):
     def weighed(rule, matrix):
         after, read_by_tokens = read(rule, matrix, start, chunk)
         return jnp.sum(jnp.sin(read_by_tokens)) + jnp.sum(jnp.sin(after)), (after, read_by_tokens)
 
-    differentiate = jax.jit(jax.grad(weighed, argnums=(0, 1), has_aux=True))
-    leaves, _ = jax.tree.flatten_with_path(differentiate(rule, matrix))
+    return jax.grad(weighed, argnums=(0, 1), has_aux=True)(rule, matrix)
+
+
+def results(read, rule, matrix, start, chunk=recurrences.BLOCK):
+    """The states after the segment, what the tokens read, and the gradients of all inputs."""
+    leaves, _ = jax.tree.flatten_with_path(differentiate(read, rule, matrix, start, chunk))
     return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in leaves}
 
 
 def check(kernel, *arguments):
     """The interpreted kernel's results and gradients are the default's."""
-    kernel = functools.partial(kernel, interpret=True)
+    kernel = with_options(kernel, interpret=True)
     ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
     for name, x in default.items():
         np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
@@ -49,14 +58,14 @@ def test_the_kernels_equal_the_default(kind, make, values):
     # Three channels of a value are one after the other, or a fourth one is there.
     rule = rule if values == 1 else rule._replace(value=jnp.pad(rule.value, [(0, 0)] * 3 + [(0, 1)], "reflect"))
     matrix = jax.random.normal(jax.random.key(1), (*rule.value.shape[:2], rule.value.shape[3], recurrences.K))
-    check(functools.partial(read_chunks_in_kernel, values=values, slice=values), rule, matrix, start)
+    check(with_options(read_chunks_in_kernel, values=values, slice=values), rule, matrix, start)
 
 
 @recurrences.of_each_kind
 @pytest.mark.parametrize(("make", "heads"), [(recurrences.rule_of, 4), (recurrences.extreme, 1)])
 def test_the_kernel_for_tpus_equals_the_default(kind, make, heads):
     """One program reads a group's heads one after the other, or the heads of both groups at once."""
-    kernel = functools.partial(recurrence_tpu.read_chunks_in_kernel, heads=heads)
+    kernel = with_options(recurrence_tpu.read_chunks_in_kernel, heads=heads)
     check(kernel, make(kind), recurrences.first_states(), recurrences.starts("documents"))
 
 
@@ -69,12 +78,14 @@ def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make
     rule = make(kind)
     query, key = (jnp.repeat(x, recurrences.R, axis=1) for x in (rule.query, rule.key))
     arguments = rule._replace(query=query, key=key), recurrences.first_states(), recurrences.starts("documents")
-    check(functools.partial(read_chunks_in_kernel, values=1, slice=1), *arguments)
+    # Stages have no effect here, but jit then traces each size.
+    check(with_options(read_chunks_in_kernel, values=1, slice=1, stages=(size, 1)), *arguments)
 
 
 @pytest.mark.parametrize(
     ("kernel", "chunk"),
-    [(read_chunks_in_kernel, 1), (read_chunks_in_kernel, 8), (read_chunks_in_kernel, 64)]
+    [(read_chunks_in_kernel, 1), (read_chunks_in_kernel, 64)]
+    + [pytest.param(read_chunks_in_kernel, 8, marks=pytest.mark.exhaustive)]
     + [(recurrence_tpu.read_chunks_in_kernel, block) for block in (1, 128)],
 )
 def test_a_chunk_may_have_any_number_of_squares(kernel, chunk):
@@ -104,7 +115,7 @@ def test_the_inverse_is_more_exact_than_the_values_it_multiplies(noise, strength
 @recurrences.of_each_kind
 def test_factors_of_products_may_be_bfloat16(kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
-    kernel = functools.partial(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
+    kernel = with_options(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
     arguments = rule, recurrences.first_states(), start
     ours, default = (results(read, *arguments) for read in (kernel, read_chunks))
     for name, x in default.items():
@@ -115,7 +126,7 @@ def test_factors_of_products_may_be_bfloat16(kind):
 def test_a_mesh_may_divide_heads_where_it_cannot_divide_groups(kind):
     arguments = recurrences.rule_of(kind), recurrences.first_states(), recurrences.starts("documents")
     with jax.set_mesh(make_mesh(MeshConfig(tensor=recurrences.H), jax.devices()[: recurrences.H])):
-        ours = results(functools.partial(read_chunks_in_kernel, interpret=True, values=1, slice=1), *arguments)
+        ours = results(with_options(read_chunks_in_kernel, interpret=True, values=1, slice=1), *arguments)
     for name, x in results(read_chunks, *arguments).items():
         np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
 
