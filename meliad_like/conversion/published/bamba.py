@@ -1,7 +1,7 @@
 """Bamba (`model_type` bamba): Mamba-2, and in some layers full attention with positions on half of a head."""
 
 from meliad_like.conversion.published.family import Family, register
-from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
+from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import attention, places_of_attention, rotary, stack
 from meliad_like.mixers.mamba2 import Mamba2
 
@@ -20,7 +20,7 @@ class BambaFamily(Family):
         epsilon, full = fields("rms_norm_eps", float, 1e-5), fields("attn_layer_indices", tuple[int, ...], ())
         mixers = {
             "attention": attention(fields, **rotary(fields, share=0.5)),
-            "recurrent": recurrence(fields, norm_epsilon=epsilon),
+            "recurrent": recurrence_of_hybrid(fields, norm_epsilon=epsilon),
         }
         return stack(
             fields,

@@ -1,7 +1,7 @@
 """Falcon-H1 (`model_type` falcon_h1): in every layer Mamba-2 and full attention side by side, and many multipliers."""
 
 from meliad_like.conversion.published.family import Family, gated_network, register
-from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
+from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, rotary
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
@@ -40,7 +40,7 @@ class FalconH1Family(Family):
         if full.output_bias and of_outputs:
             raise UserError(f"{fields.owner}: we can't honour attention_bias and projectors_bias together")
         before, normed = fields("mamba_norm_before_gate", bool, True), fields("mamba_rms_norm", bool, False)
-        mamba = recurrence(
+        mamba = recurrence_of_hybrid(
             fields,
             fields("mamba_d_ssm", int, None),
             norm="none" if not normed else "before_gate" if before else "after_gate",

@@ -1,7 +1,7 @@
 """Granite 4.0 H, dense (`model_type` granitemoehybrid without experts): Mamba-2, and in some layers full attention."""
 
 from meliad_like.conversion.published.family import Family, linear, register
-from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
+from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_attention, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
@@ -34,7 +34,7 @@ class GraniteHybridFamily(Family):
         epsilon = fields("rms_norm_eps", float, 1e-6)
         mixers = {
             "attention": attention(fields, scale=fields("attention_multiplier", float, 1.0), **positions),
-            "recurrent": recurrence(fields, norm_epsilon=epsilon),
+            "recurrent": recurrence_of_hybrid(fields, norm_epsilon=epsilon),
         }
         return stack(
             fields,

@@ -11,32 +11,32 @@ from meliad_like.mixers.base import DecoderShape
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.models.decoder import DecoderConfig
 
+SIZES = "num_heads", "state_size", "num_groups", "conv_length", "head_size"
+"""Fields of our mixer."""
 
-def step_limits(fields: Fields) -> dict[str, float | None]:
-    """The smallest and the largest step, as fields of our mixer."""
+
+def recurrence(fields: Fields, sizes: Sequence[str], bias: str, conv_bias: str, **others: Any) -> Mamba2:
+    """The mixer by the fields with these names, and by others of our config. `sizes` are the names of as many of
+    `SIZES`; `bias` is that of its projections."""
     smallest, largest = (number(x) for x in fields("time_step_limit", list, [0.0, math.inf]))
-    return {"min_step": smallest, "max_step": None if largest == math.inf else largest}
+    usual = {"min_step": smallest, "max_step": None if largest == math.inf else largest}
+    usual |= dict.fromkeys(("input_bias", "output_bias"), fields(bias, bool, False))
+    usual |= {"conv_bias": fields(conv_bias, bool, True)}
+    return Mamba2(**dict(zip(SIZES, fields.sizes(*sizes))), **usual | others)
 
 
-def recurrence(fields: Fields, width: int | None = None, **others: Any) -> Mamba2:
-    """The mixer by the fields of hybrid models, which begin with `mamba_`, and by these of our config. `width` is that
-    of the values, if a field says it."""
-    d, heads, state_size, groups, taps = fields.sizes(
-        "hidden_size", "mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"
-    )
-    expanded, size, bias = (
-        fields("mamba_expand", int, 2) * d,
-        fields("mamba_d_head", int | str, "auto"),
-        fields("mamba_proj_bias", bool, False),
-    )
+def recurrence_of_hybrid(fields: Fields, width: int | None = None, **others: Any) -> Mamba2:
+    """The mixer by fields that begin with `mamba_`, and by these of our config. `width` is that of the values, if a
+    field says it."""
+    d, heads = fields.sizes("hidden_size", "mamba_n_heads")
+    expanded, size = fields("mamba_expand", int, 2) * d, fields("mamba_d_head", int | str, "auto")
     width = expanded if width is None else width
     size = width // heads if size == "auto" else size
     if size * heads != width:
         raise UserError(f"{fields.owner}: the width of Mamba-2, {width}, must be {heads} times mamba_d_head={size}")
     fields.without_effect("mamba_chunk_size")
-    usual = {"input_bias": bias, "output_bias": bias, "conv_bias": fields("mamba_conv_bias", bool, True)}
-    sizes = {"num_heads": heads, "head_size": size, "state_size": state_size, "num_groups": groups}
-    return Mamba2(**sizes, conv_length=taps, **usual | step_limits(fields) | others)
+    sizes = ("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+    return recurrence(fields, sizes, "mamba_proj_bias", "mamba_conv_bias", head_size=size, **others)
 
 
 def places_of_mamba2(
@@ -84,10 +84,9 @@ class Mamba2Family(Family):
         return tensor.replace("backbone.embedding.", "backbone.embeddings.")
 
     def decoder(self, fields):
-        layers, d, h, p, n, groups, taps = fields.sizes(
-            "num_hidden_layers", "hidden_size", "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"
-        )
-        epsilon, bias = fields("layer_norm_epsilon", float, 1e-5), fields("use_bias", bool, False)
+        layers, d, h, p = fields.sizes("num_hidden_layers", "hidden_size", "num_heads", "head_dim")
+        epsilon = fields("layer_norm_epsilon", float, 1e-5)
+        sizes = ("num_heads", "state_size", "n_groups", "conv_kernel", "head_dim")
         fields.only("hidden_act", "silu", "swish")
         fields.without_effect(
             "chunk_size",
@@ -101,25 +100,13 @@ class Mamba2Family(Family):
             "time_step_min",
             "time_step_rank",
         )
-        mixer = Mamba2(
-            num_heads=h,
-            head_size=p,
-            state_size=n,
-            num_groups=groups,
-            conv_length=taps,
-            norm_epsilon=epsilon,
-            input_bias=bias,
-            output_bias=bias,
-            conv_bias=fields("use_conv_bias", bool, True),
-            **step_limits(fields),
-        )
         return DecoderConfig(
             num_layers=layers,
             model_width=d,
             num_heads=h,
             head_size=p,
             pattern=("mamba2",),
-            mixers=(mixer,),
+            mixers=(recurrence(fields, sizes, "use_bias", "use_conv_bias", norm_epsilon=epsilon),),
             logit_scale=1.0,
             norm_epsilon=epsilon,
             tied_embedding=fields("tie_word_embeddings", bool, False),

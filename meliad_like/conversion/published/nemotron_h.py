@@ -1,7 +1,7 @@
 """Nemotron-H without experts (`model_type` nemotron_h): layers of Mamba-2, of attention or of a network alone."""
 
 from meliad_like.conversion.published.family import Family, linear, register
-from meliad_like.conversion.published.mamba2 import places_of_mamba2, step_limits
+from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
 from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, shortest_period
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
@@ -32,17 +32,8 @@ class NemotronHFamily(Family):
         return None if tensor.startswith("mtp.") else tensor
 
     def decoder(self, fields):
-        d, f, h, g, k, heads, size, state_size, groups, taps = fields.sizes(
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "mamba_num_heads",
-            "mamba_head_dim",
-            "ssm_state_size",
-            "n_groups",
-            "conv_kernel",
+        d, f, h, g, k = fields.sizes(
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"
         )
         kinds = fields("layers_block_type", tuple[str, ...], ())
         kinds = kinds or [LAYERS.get(kind, kind) for kind in fields("hybrid_override_pattern", str)]
@@ -59,20 +50,12 @@ class NemotronHFamily(Family):
             *("routed_scaling_factor", "time_step_floor", "time_step_max", "time_step_min", "topk_group"),
             "use_mamba_kernels",
         )
-        epsilon, bias = fields("layer_norm_epsilon", float, 1e-5), fields("use_bias", bool, False)
-        mamba = Mamba2(
-            num_heads=heads,
-            head_size=size,
-            state_size=state_size,
-            num_groups=groups,
-            conv_length=taps,
-            norm_epsilon=epsilon,
-            input_bias=bias,
-            output_bias=bias,
-            conv_bias=fields("use_conv_bias", bool, True),
-            **step_limits(fields),
-        )
-        mixers = {"dot_product_attention": attention(fields, num_key_heads=g, rotary_share=0.0), "mamba2": mamba}
+        epsilon = fields("layer_norm_epsilon", float, 1e-5)
+        sizes = ("mamba_num_heads", "ssm_state_size", "n_groups", "conv_kernel", "mamba_head_dim")
+        mixers = {
+            "dot_product_attention": attention(fields, num_key_heads=g, rotary_share=0.0),
+            "mamba2": recurrence(fields, sizes, "use_bias", "use_conv_bias", norm_epsilon=epsilon),
+        }
         entries = [ENTRIES[kind] for kind in kinds]
         return DecoderConfig(
             num_layers=len(kinds),
