@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import get_args
 
@@ -147,6 +148,39 @@ def test_a_factor_on_the_rate_of_some_parameters():
     np.testing.assert_allclose(changed["a"]["b"], 10 * plain["a"]["b"], rtol=1e-6)
     np.testing.assert_array_equal(changed["c"], np.zeros(2))
     np.testing.assert_array_equal(changed["d"], plain["d"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_that_are_not_trained_stay_and_have_no_state(name):
+    """Nor do they change the steps of the others, with clipping and decay."""
+    kinds = {"layers": {0: {"a": "matrix", "b": "bias"}, 1: {"a": "matrix"}}, "table": "table"}
+    params = jax.tree.map(lambda _: jnp.asarray([[1.5, -0.0, 0.0], [-2.0, 3.0, 1e-30]]), kinds)
+    config = OPTIMIZERS[name](weight_decay=0.1, clip_norm=0.5, trained=("layers/*/a", "layers/0/b*"))
+    alone = {"layers": params["layers"]}
+
+    def steps(optimizer, params, gradients):
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    rate = lambda step: jnp.float32(0.1)  # noqa: E731
+    some = make_optimizer(config, rate, kinds)
+    after, state = steps(some, params, jax.tree.map(jnp.cos, params))
+    np.testing.assert_array_equal(after["table"], params["table"])
+    of_alone = make_optimizer(dataclasses.replace(config, trained=("*",)), rate, {"layers": kinds["layers"]})
+    expected, state_of_alone = steps(of_alone, alone, jax.tree.map(jnp.cos, alone))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), after["layers"], expected["layers"])
+    assert not np.array_equal(after["layers"][1]["a"], params["layers"][1]["a"])
+    # An average is of all parameters.
+    state, state_of_alone = (getattr(each, "optimizer_state", each) for each in (state, state_of_alone))
+    assert [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(state_of_alone)]
+
+
+def test_a_pattern_of_names_without_a_parameter_is_an_error():
+    with pytest.raises(UserError, match=r"OptimizerConfig.trained: 'layers/\*' matches no parameter, such as kernel"):
+        make_optimizer(Adam(trained=("kern*", "layers/*")), lambda step: 0.1, KERNEL)
 
 
 KERNEL = {"kernel": "matrix"}

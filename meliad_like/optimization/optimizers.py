@@ -7,9 +7,10 @@ factor: if a batch has padding, the step of `nag` is smaller than fairseq's, whi
 """
 
 import dataclasses
+import fnmatch
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,9 @@ class OptimizerConfig:
     average_decay: float = 0.0
     """Decay per step of a running average of the parameters, which evaluation, samples and all readers of checkpoints
     then get in the place of the last parameters; 0: no average."""
+    trained: tuple[str, ...] = ("*",)
+    """Patterns of the names of the parameters that are trained, such as "layers/*/mixers/*", where * is any text. The
+    others stay as they are, and have no optimizer state."""
 
     def __post_init__(self):
         check_above_zero(self, ("base_rate", "clip_norm"))
@@ -85,7 +89,7 @@ class Adafactor(OptimizerConfig):
         if self.momentum:
             chain.append(optax.ema(self.momentum, debias=False))
         if self.weight_decay:
-            chain.append(optax.add_decayed_weights(self.weight_decay, mask=partial(decayed, kinds)))
+            chain.append(optax.add_decayed_weights(self.weight_decay, mask=functools.partial(decayed, kinds)))
         return optax.chain(*chain, optax.scale(-1))
 
 
@@ -114,7 +118,7 @@ class Adam(OptimizerConfig):
             self.second_decay,
             self.epsilon,
             weight_decay=self.weight_decay,
-            mask=partial(decayed, kinds),
+            mask=functools.partial(decayed, kinds),
         )
 
 
@@ -162,7 +166,11 @@ class Lion(OptimizerConfig):
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         return optax.lion(
-            rate, self.first_decay, self.second_decay, weight_decay=self.weight_decay, mask=partial(decayed, kinds)
+            rate,
+            self.first_decay,
+            self.second_decay,
+            weight_decay=self.weight_decay,
+            mask=functools.partial(decayed, kinds),
         )
 
 
@@ -187,7 +195,7 @@ class Muon(AdamW):
         )
 
         by_label = {"muon": muon, "adamw": super().transformation(rate, kinds)}
-        label = partial(by_kind, lambda kind: "muon" if kind == "matrix" else "adamw", kinds)
+        label = functools.partial(by_kind, lambda kind: "muon" if kind == "matrix" else "adamw", kinds)
         return optax.partition(by_label, label)
 
 
@@ -277,11 +285,40 @@ def make_optimizer(
     `kinds`, a tree like the parameters, says what each parameter is (`layers.basic.Kind`). `factors` multiply the
     updates of the parameters whose path begins with a name; those of 0 stay fixed.
     """
-    rate = applied_rate(config, schedule)
+    rate, factors = applied_rate(config, schedule), factors or {}
     optimizer = config.transformation(rate, kinds)
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    return config.averaged(_at_rates(optimizer, factors or {}), rate)
+    trained = trained_parameters(config, kinds, factors)
+    if not all(jax.tree.leaves(trained)):
+        labels = jax.tree.map(lambda is_trained: "trained" if is_trained else "fixed", trained)
+        optimizer = optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
+    if factors := {name: factor for name, factor in factors.items() if factor}:
+
+        def scale(updates, _):
+            return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
+
+        optimizer = optax.chain(optimizer, optax.stateless(scale))
+    return config.averaged(optimizer, rate)
+
+
+def trained_parameters(config: OptimizerConfig, kinds: Any, factors: Mapping[str, float]) -> Any:
+    """A tree like the parameters that says which are trained; `kinds` and `factors` as in `make_optimizer`.
+
+    Raises a UserError if a pattern of `OptimizerConfig.trained` matches no parameter.
+    """
+    name_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(kinds)]
+    for pattern in config.trained:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"OptimizerConfig.trained: {pattern!r} matches no parameter, such as {names[-1]}")
+
+    def is_trained(path, _) -> bool:
+        name = name_of(path)
+        by_name = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.trained)
+        return by_name and factors.get(name.partition("/")[0], 1.0) != 0
+
+    return jax.tree.map_with_path(is_trained, kinds)
 
 
 def decayed(kinds: Any, params: Any) -> Any:
@@ -293,22 +330,6 @@ def by_kind(function: Callable[[Kind], Any], kinds: Any, params: Any) -> Any:
     """A tree like `params`, of which optax may have masked a part, with the values of a function of kinds."""
     kind_of = dict(jax.tree.leaves_with_path(kinds))
     return jax.tree.map_with_path(lambda path, _: function(kind_of[path]), params)
-
-
-def _at_rates(optimizer: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
-    if fixed := {name for name, factor in factors.items() if not factor}:
-
-        def labels(params):
-            return {name: "fixed" if name in fixed else "trained" for name in params}
-
-        optimizer = optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
-    if fixed == set(factors):
-        return optimizer
-
-    def scale(updates, _):
-        return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
-
-    return optax.chain(optimizer, optax.stateless(scale))
 
 
 def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformation:

@@ -12,7 +12,7 @@ from meliad_like.planning.programs import state_parts
 from meliad_like.planning.topology import GIB
 from meliad_like.tables import Table
 from meliad_like.training.hardware import DATASHEET_FLOPS
-from meliad_like.training.program import make_program
+from meliad_like.training.program import make_program, num_trained
 
 EXAMPLES = {"TPU v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "H100": "NVIDIA H100 80GB HBM3"}
 """Devices for which the time of a training is estimated, by their names in the table."""
@@ -26,6 +26,8 @@ class Description(NamedTuple):
 
     model: Model
     """The model of the last stage."""
+    num_trained: int
+    """The number of parameters that are trained."""
     parts: dict[str, int]
     """Bytes between steps by kind (`planning.programs.PARTS`), in the stage that needs the most."""
     num_lanes: int
@@ -39,9 +41,12 @@ class Description(NamedTuple):
     def table(self) -> Table:
         """The figures, one for each row."""
         rows = [("parameters", f"{self.model.num_parameters:,}")]
+        if self.num_trained != self.model.num_parameters:
+            rows.append(("trained parameters", f"{self.num_trained:,}"))
         rows += [(f"{name}, all devices together", _size(num_bytes)) for name, num_bytes in self.parts.items()]
         rows += [
-            ("carry of one document", _size(self.parts["carry"] / self.num_lanes)),
+            ("carry of one document, of any length", _size(self.parts["carry"] / self.num_lanes)),
+            ("the model sees", self.model.sight),
             ("a checkpoint", _size(sum(self.parts.values()) - self.parts["batch"])),
             ("a token's operations, reading", f"{self.model.forward_flops_per_token:.4g}"),
             ("a token's operations, training", f"{self.model.training_flops_per_token:.4g}"),
@@ -70,7 +75,9 @@ def describe(run: RunConfig, vocabulary_size: int) -> Description:
     )
     tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
     total = sum(n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True))
-    return Description(programs[-1].model, parts, lanes, run.training.num_steps, sum(tokens), total)
+    model = programs[-1].model
+    trained = num_trained(stages[-1].run, model)
+    return Description(model, trained, parts, lanes, run.training.num_steps, sum(tokens), total)
 
 
 def _size(num_bytes: float) -> str:

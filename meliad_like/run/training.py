@@ -22,6 +22,7 @@ from meliad_like.run.step_log import StepLog, log_facts, reading_report, step_re
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.loop import Hook, Session, open_session, run_steps
 from meliad_like.training.processes import EXIT_STATUS, Ownership
+from meliad_like.training.program import num_trained
 from meliad_like.training.step import TrainState
 
 
@@ -111,8 +112,10 @@ def _announce(setups: Sequence[StageSetup], start_step: int, load_dir: str | Non
     """Prints the number of parameters and of steps, and warnings about settings that have no effect."""
     run, reader, say = setups[0].whole_run, setups[0].reader, session.writer.say
     num_steps, warmup = run.training.num_steps, run.schedule.warmup_steps
+    number, trained = setups[0].model.num_parameters, num_trained(run, setups[0].model)
+    share = "" if trained == number else f", {trained:,} of them trained"
     say(
-        f"{setups[0].model.num_parameters:,} parameters, from step {start_step:,} to {num_steps:,}; "
+        f"{number:,} parameters{share}, from step {start_step:,} to {num_steps:,}; "
         f"{reader.padding_share:.2%} of the positions are padding"
         f"{'; selections leak the future' if reader.leaks_the_future else ''}"
     )

@@ -22,7 +22,7 @@ from meliad_like.mesh import (
     training_shardings,
 )
 from meliad_like.models.model import Model
-from meliad_like.optimization.optimizers import make_optimizer
+from meliad_like.optimization.optimizers import make_optimizer, trained_parameters
 from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.step import TrainState, init_state, make_train_step
 
@@ -62,16 +62,24 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingPr
         )
     schedule = make_schedule(run.schedule, run.training.num_steps)
     optimizer = make_optimizer(run.optimizer, schedule, model.kinds, model.rate_factors)
+    trained = trained_parameters(run.optimizer, model.kinds, model.rate_factors)
     return lay_out(
         model,
         mesh,
         model.axes,
         lambda key: init_state(model, optimizer, num_lanes, key),
         run.training.seed,
-        functools.partial(make_train_step, model, optimizer, run.training),
+        functools.partial(make_train_step, model, optimizer, run.training, trained=trained),
         empty_batch(num_lanes, run.data.segment_length, run.model.window_length),
         num_lanes,
     )
+
+
+def num_trained(run: RunConfig, model: Model) -> int:
+    """The number of parameters that a run trains (`OptimizerConfig.trained`)."""
+    trained = trained_parameters(run.optimizer, model.kinds, model.rate_factors)
+    sizes = jax.tree.map(lambda is_trained, leaf: leaf.size if is_trained else 0, trained, model.abstract_params)
+    return sum(jax.tree.leaves(sizes))
 
 
 def lay_out(

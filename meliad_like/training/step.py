@@ -131,9 +131,10 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     config: TrainingConfig,
     shardings: ParameterShardings = ONE_COPY,
+    trained: Any = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The training step of a language model, as a function to be jitted."""
-    return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config, shardings)
+    return make_step(language_model(model, config.loss_slice, config.z_loss), optimizer, config, shardings, trained)
 
 
 def make_step(
@@ -141,13 +142,22 @@ def make_step(
     optimizer: optax.GradientTransformation,
     config: TrainingConfig,
     shardings: ParameterShardings = ONE_COPY,
+    trained: Any = True,
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]:
     """The training step of any objective, as a function to be jitted; the first axis of all arrays is the lane.
 
-    If there are copies of the parameters (`shardings.has_copies`), each of them updates its share.
+    `trained`, a tree like the parameters or a prefix of one, says which are trained; the others have gradients of 0 and
+    keep every bit. If there are copies of the parameters (`shardings.has_copies`), each of them updates its share.
     """
     key = jax.random.key(config.seed)
-    differentiate = _accumulated(jax.grad(objective.differentiable, has_aux=True), config.gradient_accumulation)
+
+    def where_trained(new, old):
+        return jax.tree.map(lambda is_trained, new, old: new if is_trained else old, trained, new, old)
+
+    def differentiable(params, *rest):
+        return objective.differentiable(where_trained(params, jax.lax.stop_gradient(params)), *rest)
+
+    differentiate = _accumulated(jax.grad(differentiable, has_aux=True), config.gradient_accumulation)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         # --- The gradient, at all parameters ---
@@ -176,7 +186,8 @@ def make_step(
             return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
         with jax.named_scope("optimizer"):
-            params = shardings.share(choose(optax.apply_updates(old_params, updates), old_params))
+            new_params = where_trained(optax.apply_updates(old_params, updates), old_params)
+            params = shardings.share(choose(new_params, old_params))
             optimizer_state = choose(optimizer_state, state.optimizer_state)
             if not takes_norm_of_updates_first():
                 update_norm = optax.tree.norm(jax.tree.map(jnp.subtract, params, old_params))

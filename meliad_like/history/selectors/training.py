@@ -32,7 +32,7 @@ from meliad_like.history.selectors.model import Params, Selector, score
 from meliad_like.history.selectors.scorer import FILE_NAME, selector_metadata
 from meliad_like.history.settings import SelectorTrainingConfig
 from meliad_like.mesh import lane_sharding, lane_shards
-from meliad_like.optimization.optimizers import make_optimizer
+from meliad_like.optimization.optimizers import make_optimizer, trained_parameters
 from meliad_like.registry import bound_fields, bound_values
 from meliad_like.resumable import check_same, read_json, write_json
 from meliad_like.run.opening import save_vocabulary
@@ -156,7 +156,8 @@ class SelectorTraining:
             params, count = selector.init(key), jnp.zeros((), jnp.int32)
             return TrainState(count, params, optimizer.init(params), {}, count, jnp.zeros((), bool))
 
-        step = partial(make_step, squared_error(selector), optimizer, TrainingConfig(seed=config.seed))
+        trained = trained_parameters(config.optimizer, selector.kinds, {})
+        step = partial(make_step, squared_error(selector), optimizer, TrainingConfig(seed=config.seed), trained=trained)
         return lay_out(selector, self.mesh, selector.axes, init, config.seed, step, batch, config.batch_size)
 
     def _starting_state(self, program: TrainingProgram, checkpoints: Checkpoints) -> TrainState:
