@@ -24,7 +24,7 @@ from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_dis
 from meliad_like.remote import Output, check_output, one_line
 
 if TYPE_CHECKING:
-    from meliad_like.config import RunConfig
+    from meliad_like.config import Changes, RunConfig
 
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """Errors of the operating system about a path from the user. Commands check for missing files themselves."""
@@ -41,6 +41,12 @@ an array above it is always given back."""
 
 SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "checkpoint": ("string", None, "Checkpoint folder, or the --workdir of a training.", {"required": True}),
+    "load_dir": (
+        "string",
+        None,
+        "Folder of the model with which the run starts, ours or of transformers.",
+        {},
+    ),
     "step": ("integer", None, "Which checkpoint. Default: the newest.", {}),
     "store": ("string", None, "Token store. Default: the one that the model was trained with.", {}),
     "split": ("string", "test", "train, validation or test.", {}),
@@ -58,6 +64,12 @@ SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
         {"lower_bound": 1},
     ),
     "vocabulary_size": ("integer", None, "Default: as store or config say.", {"lower_bound": 1}),
+    "dtype": (
+        "enum",
+        "float32",
+        "That in which matrices are kept; bfloat16 takes half of the memory.",
+        {"enum_values": ["float32", "bfloat16"]},
+    ),
     "batch_size": ("integer", 8, "Number of texts that are read at once.", {"lower_bound": 1}),
 }
 """Flags that several commands have and that mean the same in all of them: type, default, help, other settings."""
@@ -115,7 +127,7 @@ class Command:
         kind, default, help_text, settings = SHARED[name]
         settings = settings | changes
         default = settings.pop("default", default)
-        return getattr(self, kind)(name, default, text or help_text, **settings)
+        return getattr(self, kind)(name, default, help=text or help_text, **settings)
 
     def output(self, name: str, text: str, kind: "Output" = "file", **settings: Any) -> flags.FlagHolder[str | None]:
         """A flag that names a file or folder for results. It is checked before `main` is called."""
@@ -132,6 +144,12 @@ class Command:
         from meliad_like import config
 
         return config.parse(self.gin_file.value, self.gin_param.value)
+
+    def read_changes(self) -> "Changes":
+        """The changes of another config that `--gin_file` and `--gin_param` describe."""
+        from meliad_like import config
+
+        return config.read_changes(self.gin_file.value, self.gin_param.value)
 
     @property
     def gin_flags(self) -> str:

@@ -3,6 +3,7 @@
     meliad_like describe table3 states          # those with these words in their names or descriptions
     meliad_like describe bias_skip              # a name of google-research/meliad
     meliad_like describe --gin_file=size/large_1200m.gin --gin_file=block_recurrent/fixed_skip.gin
+    meliad_like describe --load_dir=FOLDER      # a trained model, ours or of transformers
 
 Of a run it shows the whole config, its parameters, its memory, and the cost of a token. Activations are not included,
 because only the compiler knows them: `meliad_like plan` compiles the run. Files and rows combine (gin/README.md).
@@ -16,26 +17,29 @@ from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__, words=True)
 VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
+LOAD_DIR = COMMAND.shared("load_dir")
 CONFIG = COMMAND.bool("config", True, "Whether to show the config.")
 
 
 def main(*words: str) -> int:
     # Nothing is computed, so an accelerator, which another program may use, is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if not COMMAND.gin_flags:
+    if not COMMAND.gin_flags and LOAD_DIR.value is None:
         for flag in (VOCABULARY_SIZE, CONFIG):
             if flag.present:
-                raise UserError(f"--{flag.name} has no effect without --gin_file, which lists files")
+                raise UserError(f"--{flag.name} has no effect without --gin_file or --load_dir, which lists files")
         return list_files(words)
     if words:
         raise UserError(f"unexpected argument {words[0]!r}: words are for listing files, without --gin_file")
-    run = COMMAND.read_config()
     from rich.console import Console
 
     from meliad_like.config import to_gin
     from meliad_like.planning.description import describe
+    from meliad_like.run.opening import config_for_training
     from meliad_like.run.setup import vocabulary_size
 
+    load_dir = LOAD_DIR.value
+    run = config_for_training(load_dir, COMMAND.read_changes()) if load_dir else COMMAND.read_config()
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     description = describe(run, size)
     if CONFIG.value:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from meliad_like.run.opening import OpenedCheckpoint
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
-CHECKPOINT = COMMAND.shared("checkpoint")
+CHECKPOINT = COMMAND.shared("checkpoint", "Folder of ours or of transformers.")
 STEP = COMMAND.shared("step")
+DTYPE = COMMAND.shared("dtype")
 SPLIT = COMMAND.shared("split")
 STORE = COMMAND.shared("store")
 PREPARE = COMMAND.bool("prepare", False, "Make the token store first, if it is not there.")
@@ -44,10 +45,10 @@ def main() -> None:
     from meliad_like.evaluation import report
     from meliad_like.evaluation.perplexity import make_evaluator
     from meliad_like.mesh import parameter_shardings
-    from meliad_like.run.opening import open_checkpoint, open_store
+    from meliad_like.run.opening import open_model, open_store
 
     changes = read_changes((), COMMAND.gin_param.value)
-    opened = open_checkpoint(CHECKPOINT.value, step=STEP.value, changes=changes, mesh="config")
+    opened = open_model(CHECKPOINT.value, step=STEP.value, changes=changes, mesh="config", dtype=DTYPE.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     (run, model, params, vocabulary, step), split = opened, store.split(SPLIT.value)
     if PROTOCOL.value:

@@ -17,6 +17,7 @@ from meliad_like.errors import UserError, reading
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.shared("checkpoint", "Folder of ours or of transformers.")
 STEP = COMMAND.shared("step")
+DTYPE = COMMAND.shared("dtype")
 PROMPT = COMMAND.string("prompt", None, "Text to continue.")
 PROMPT_FILE = COMMAND.string("prompt_file", None, "UTF-8 file with the text to continue, of any length.")
 DOCUMENT = COMMAND.string("document", None, "Name of a document of the token store whose beginning is continued.")
@@ -47,7 +48,7 @@ def main() -> None:
     from meliad_like.run.text import read_document
 
     sampling = SamplingConfig(TEMPERATURE.value, TOP_K.value, TOP_P.value)
-    lm = load(CHECKPOINT.value, step=STEP.value, gin_params=COMMAND.gin_param.value)
+    lm = load(CHECKPOINT.value, step=STEP.value, gin_params=COMMAND.gin_param.value, dtype=DTYPE.value)
     if prompt is None:
         prompt = read_document(lm.opened, STORE.value, DOCUMENT.value, DOCUMENT_TOKENS.value)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # independent of the locale

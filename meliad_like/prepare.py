@@ -1,6 +1,7 @@
 """Turns documents into a token store, once for all runs that read them.
 
     meliad_like prepare --gin_file=task/books.gin --gin_param="FolderSourceConfig.folder = 'my_books'"
+    meliad_like prepare --load_dir=FOLDER --gin_file=my_books.gin    # in the tokens of a trained model
 
 A store that is there already is compared with the documents, and used. Machines with a common disk can share the work:
 each makes some parts (`--part=1/64` to `--part=64/64`), and `prepare` without `--part` joins them.
@@ -12,6 +13,7 @@ from meliad_like.command_line import Command
 from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__)
+LOAD_DIR = COMMAND.shared("load_dir", "Folder of a model with whose vocabulary a run would start.")
 STORE = COMMAND.string("store", None, "Folder of the token store. Default: ReaderConfig.store.")
 WORKERS = COMMAND.integer("workers", 0, "Processes that read and tokenise; 0: one per core.", lower_bound=0)
 PART = COMMAND.string("part", None, "K/N: make only the Kth of N parts; the same command makes a lost part again.")
@@ -20,9 +22,11 @@ PART = COMMAND.string("part", None, "K/N: make only the Kth of N parts; the same
 def main() -> None:
     if PART.value is not None and not re.fullmatch(r"\d+/\d+", PART.value):
         raise UserError(f"--part={PART.value} must be two numbers, such as --part=3/64")
-    run = COMMAND.read_config()
     from meliad_like.data.preparation import prepare, prepare_part
+    from meliad_like.run.opening import config_for_training
 
+    load_dir = LOAD_DIR.value
+    run = config_for_training(load_dir, COMMAND.read_changes()) if load_dir else COMMAND.read_config()
     store = STORE.value or run.data.store
     if PART.value:
         prepare_part(run.source, run.vocabulary, store, *map(int, PART.value.split("/")), num_workers=WORKERS.value)

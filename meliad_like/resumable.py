@@ -70,7 +70,7 @@ def read_json(path: Path | epath.Path) -> Any:
     return parse_json(path.read_bytes(), str(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path | epath.Path) -> dict[str, Any]:
     """Parses a JSON file; one that can't be read, or does not hold an object, is a UserError."""
     with reading(path, "JSON file"):
         saved = read_json(path)

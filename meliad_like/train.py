@@ -17,9 +17,7 @@ SMOKE = COMMAND.bool(
     False,
     "Only try the run, made small: it trains, is killed, resumes, evaluates and writes text, in a minute or two.",
 )
-LOAD_DIR = COMMAND.string(
-    "load_dir", None, "Folder of a model with which a fresh run starts: a checkpoint, or one of transformers."
-)
+LOAD_DIR = COMMAND.shared("load_dir")
 PROFILE_STEPS = COMMAND.string("profile_steps", None, "FIRST:LAST, such as 10:15: a trace of them in WORKDIR/profile.")
 DISTRIBUTED = COMMAND.bool("distributed", False, "One process of a cluster that jax detects: TPU pod, SLURM, GKE, MPI.")
 COORDINATOR_ADDRESS = COMMAND.string("coordinator_address", None, "host:port at which process 0 listens, elsewhere.")
@@ -37,11 +35,8 @@ def main() -> int:
         return 0
     if workdir is None:
         raise UserError("--workdir is missing: name the folder of the run")
-    from meliad_like.config import read_changes
-
-    changes = read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value)
-    # Checked before the processes join.
-    run = None if LOAD_DIR.value and "RunConfig.model" not in changes.bindings else COMMAND.read_config()
+    # Checked before the processes join, unless they all have to read a checkpoint.
+    run = COMMAND.read_config() if LOAD_DIR.value is None else None
     from meliad_like.run.opening import config_for_training
     from meliad_like.run.training import train
     from meliad_like.training.loop import parse_steps
@@ -52,7 +47,7 @@ def main() -> int:
     if DISTRIBUTED.value or any(value is not None for value in place):
         initialize_distributed(*place, JOIN_SECONDS.value)
     if run is None:
-        run = config_for_training(LOAD_DIR.value, changes)
+        run = config_for_training(LOAD_DIR.value, COMMAND.read_changes())
     return train(run, workdir, LOAD_DIR.value, profile_steps)
 
 

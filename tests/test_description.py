@@ -43,6 +43,7 @@ def test_the_table_names_what_it_counts():
     rows = dict(describe(config.parse(FILES), 256).table().rows)
     assert rows["parameters"] == "42,476" and rows["steps"] == "500,000"
     assert rows["parameters, all devices together"] == "0.162 MiB"
+    assert rows["the model sees"] == "everything by its states, the last 17 tokens by attention"
     # 500,000 steps of 256 tokens at 275 TFLOP/s and the like are a moment.
     days = {name: float(value) for name, value in rows.items() if "of its peak" in name}
     assert len(days) == 5 and all(0 < value < 0.02 for value in days.values())

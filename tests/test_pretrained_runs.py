@@ -28,7 +28,7 @@ from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.library import load
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.opening import config_for_training, open_checkpoint, saved_config
 from meliad_like.training.checkpoints import Checkpoints
 
 DECODER = PretrainedConfig(
@@ -216,6 +216,17 @@ def test_back_to_transformers(place, trained, tmp_path):
         convert_to_huggingface(trained, tmp_path / "back")
     with pytest.raises(UserError, match="config.json is a file: choose another --output"):
         convert_to_huggingface(trained, tmp_path / "back" / "config.json")
+
+
+def test_the_config_of_a_converted_model_is_beside_it(place):
+    """Model and vocabulary, which is that of the checkpoint."""
+    run, saved = config.parse([str(place / "ours" / "config.gin")]), saved_config(place / "ours")
+    assert (run.model, run.vocabulary) == (saved.model, saved.vocabulary)
+    assert run.vocabulary.model_file == str(place / "ours" / "vocabulary")
+    assert run.vocabulary.make().fingerprint == open_checkpoint(place / "ours").vocabulary.fingerprint
+    assert run.data.segment_length == saved.data.segment_length
+    assert config_for_training(place / "ours", read_changes()) == run
+    assert run.source == config.parse().source and run.training == config.parse().training
 
 
 def test_what_ends_a_text_comes_back(place, tmp_path):

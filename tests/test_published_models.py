@@ -12,6 +12,7 @@ import math
 import shutil
 from pathlib import Path
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,20 @@ from ways import assert_same, begin, decode, read
 
 import meliad_like
 from meliad_like.config import read_changes
+from meliad_like.config.run import with_changes
 from meliad_like.conversion.pretrained import convert_from_huggingface, convert_to_huggingface
 from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
 from meliad_like.conversion.published.folder import described, normal_form
+from meliad_like.data.batch import empty_batch
+from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import ByteVocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
+from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.models.model import Model
+from meliad_like.planning.description import describe
 from meliad_like.run.opening import config_for_training
+from meliad_like.training.program import make_program, num_trained
 
 GOLDEN = Path(__file__).parent / "golden" / "published"
 W = 8
@@ -345,6 +353,30 @@ def test_without_an_end_of_documents_no_token_ends_a_text(tmp_path, end):
     assert named.vocabulary.end_of_document == 7
 
 
+CONTINUE = """
+import sys
+import numpy as np
+from test_published_models import opened
+lm = opened("recurrent_gemma")
+np.save(sys.argv[2], lm.score(np.arange(50), lm.resume(sys.argv[1])).log_probabilities)
+"""
+
+
+def test_a_state_has_one_size_and_is_continued_in_another_process(tmp_path):
+    lm, sizes = opened("recurrent_gemma"), []
+    state = lm.begin()
+    for length in (5, 1000):
+        state = lm.read(np.random.default_rng(length).integers(0, 101, length), state)
+        sizes.append({name: (x.shape, x.dtype) for name, x in state.arrays.items()})
+    assert state.num_tokens == 1005 and sizes[0] == sizes[1]
+    assert sum(x.nbytes for x in state.arrays.values()) == lm.model.carry_size
+    state.save(tmp_path / "state.npz")
+    done = forked.run("-c", CONTINUE, *(str(tmp_path / name) for name in ("state.npz", "scores.npy")))
+    assert done.returncode == 0, done.stderr
+    here = lm.score(np.arange(50), state).log_probabilities
+    np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), here)
+
+
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory):
     """A published model whose tokens are bytes, as a folder that has our vocabulary, and bindings of documents."""
@@ -378,9 +410,89 @@ def test_matrices_stay_in_bfloat16_for_reading(name):
         meliad_like.load(GOLDEN / "qwen3_5", dtype="float16")
 
 
-def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path):
+def test_how_far_a_model_sees_and_the_size_of_its_state_are_said():
+    lm = opened("qwen3_5", **{"DotProductAttention.span": 24})
+    size = sum(x.nbytes for x in lm.read(range(50)).arrays.values())
+    assert f" {size:,} bytes of state for each text; a token sees everything by its states, the last 24" in str(lm)
+    assert str(lm).endswith("24 tokens by attention (DotProductAttention.span)>")
+    assert str(opened("mamba2")).endswith("; a token sees everything by its states>")
+    described = forked.run("-m", "meliad_like.describe", "--noconfig", f"--load_dir={GOLDEN / 'mamba2'}")
+    assert "everything by its states" in described.stdout and "43,736" in described.stdout
+    assert "with a vocabulary of 112 tokens" in described.stdout
+
+
+def test_the_first_loss_of_a_training_is_that_of_transformers():
+    lm, expected = opened("recurrent_gemma"), np.load(GOLDEN / "recurrent_gemma" / "expected.npz")
+    ids, mask = padded(expected["ids"]), np.tile(np.arange(PADDED) < 69, (2, 1))
+    bindings = f"DecoderConfig.window_length = {W}", f"ReaderConfig.segment_length = {PADDED}"
+    run = config_for_training(GOLDEN / "recurrent_gemma", read_changes((), bindings))
+    run = with_changes(run, {"data.tokens_per_step": 2 * PADDED})
+    program = make_program(run, 101, make_mesh(MeshConfig(), jax.devices()[:1]))
+    state = program.initialise().starting_with(lm.params)
+    batch = empty_batch(2, PADDED, W)._replace(inputs=ids, targets=np.roll(ids, -1, axis=1), loss_mask=mask)
+    _, metrics = program.compile_step()(state, batch)
+    assert float(metrics.loss) == pytest.approx(float(expected["loss"]), rel=1e-5)
+
+
+def test_documents_are_evaluated_with_a_folder(of_bytes, tmp_path):
+    """In bfloat16 and from a store, which is made first."""
     folder, bindings = of_bytes
-    run = config_for_training(folder, read_changes((), bindings))
+    source = [x for x in bindings if x.startswith(("RunConfig.source", "FolderSource"))]
+    source += "DecoderConfig.window_length = 8", "ReaderConfig.segment_length = 24"
+    flags = {"checkpoint": folder, "store": tmp_path / "store", "output": tmp_path / "results.json"}
+    flags |= {"split": "validation", "dtype": "bfloat16"}
+    words = [*(f"--{name}={value}" for name, value in flags.items()), *(f"--gin_param={x}" for x in source)]
+    done = forked.run("-m", "meliad_like.evaluate", "--prepare", *words, environment=tiny_run.environment(1))
+    assert done.returncode == 0, done.stderr
+    lm, split = meliad_like.load(folder, dtype="bfloat16"), TokenStore(tmp_path / "store").split("validation")
+    documents = [split.tokens(i, 0, int(length)) for i, length in enumerate(split.lengths)]
+    nats = -sum(lm.score(tokens).log_probability for tokens in documents)
+    figures = json.loads((tmp_path / "results.json").read_text())["figures"]
+    expected = nats / math.log(2) / sum(len(tokens) - 1 for tokens in documents)
+    assert figures["bits_per_token"] == pytest.approx(expected, rel=1e-4)
+
+
+MIXERS_ALONE = "OptimizerConfig.trained = ('layers/*/mixers/*',)"
+
+
+def is_mixers(path):
+    return "'mixers'" in jax.tree_util.keystr(path)
+
+
+def test_some_parameters_are_trained_on_four_devices_as_on_one(of_bytes):
+    """Attention and recurrence; the others keep every bit, and have no optimizer state."""
+    folder, bindings = of_bytes
+    adam = "RunConfig.optimizer = 'adamw'", "ScheduleConfig.warmup_steps = 0", "OptimizerConfig.base_rate = 0.01"
+    bindings = [x for x in bindings if not x.startswith(("Adafactor", "ScheduleConfig"))]
+    changes = read_changes((), [*bindings, *adam, MIXERS_ALONE])
+    run, lm = config_for_training(folder, changes), meliad_like.load(folder)
+    start = jax.tree.map(np.asarray, lm.params)
+    results = []
+    for mesh in (MeshConfig(data=1), MeshConfig(data=1, fsdp=2, tensor=2)):
+        setup = tiny_run.set_up(dataclasses.replace(run, mesh=mesh))
+        step, state = setup.program.compile_step(), setup.program.initialise()
+        params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), start, state.params)
+        state = state.starting_with(params)
+        for i in range(2):
+            state, metrics = step(state, setup.reader.batch(i, range(8)))
+        results.append((metrics.loss, state.params))
+    for (path, before), after in zip(jax.tree.leaves_with_path(start), jax.tree.leaves(results[1][1])):
+        if not is_mixers(path):
+            tiny_run.assert_same_bits(after, before)
+        elif path[-1] != jax.tree_util.DictKey("decay"):  # Hardly any gradient.
+            assert not np.array_equal(after, before), path
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    mixers = [x.size for path, x in jax.tree.leaves_with_path(start) if is_mixers(path)]
+    moments = [x for x in jax.tree.leaves(state.optimizer_state) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * sum(mixers) > 0
+    assert num_trained(run, lm.model) == sum(mixers)
+    assert dict(describe(run, 264).table().rows)["trained parameters"] == f"{sum(mixers):,}"
+
+
+def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path, capsys):
+    folder, bindings = of_bytes
+    run = config_for_training(folder, read_changes((), [*bindings, MIXERS_ALONE]))
     assert run.model.published and run.model.window_length == 8
     assert tiny_run.train(run, tmp_path / "straight", str(folder)) == 0
     lm = meliad_like.load(folder, gin_params=["DecoderConfig.window_length = 8", "ReaderConfig.segment_length = 24"])
@@ -396,7 +508,10 @@ def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path):
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "4")
     assert tiny_run.train(run, tmp_path / "resumed", str(folder)) == 0
     ours, again = (meliad_like.load(tmp_path / name) for name in ("straight", "resumed"))
-    jax.tree.map(np.testing.assert_array_equal, ours.params, again.params)
+    tiny_run.assert_same_bits(ours.params, again.params)
+    assert f"{num_trained(run, ours.model):,} of them trained, from step 2 to 4" in capsys.readouterr().out
+    for (path, before), after in zip(jax.tree.leaves_with_path(lm.params), jax.tree.leaves(again.params)):
+        assert is_mixers(path) or np.array_equal(after, before), path
     convert_to_huggingface(tmp_path / "resumed", tmp_path / "theirs")
     back = meliad_like.load(tmp_path / "theirs")
     text = "a rose is when bees do not"
@@ -408,3 +523,41 @@ def test_every_family_has_arrays():
     # In test_golden_llama.py and test_golden_hybrids.py.
     tested |= {"llama", *HYBRIDS}
     assert {FAMILIES[kind] for kind in tested} == set(FAMILIES.values())
+
+
+PEAK = """
+import ctypes, gc, sys
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # Freed arrays are given back at once.
+import jax
+import meliad_like
+from meliad_like.library import load
+
+def resident(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+
+tiny, large, dtype = sys.argv[1:]
+load(tiny, dtype=dtype)  # What is imported and compiled for the first model.
+gc.collect()
+before = resident("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # The peak begins anew.
+lm = load(large, dtype=dtype)
+print(resident("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(lm.params)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")
+def test_the_memory_of_opening(tmp_path):
+    """The parameters in the dtype that is asked for, and about a quarter; measured with 22 million."""
+    folder = copied("mamba2", tmp_path / "large", {"hidden_size": 768, "num_heads": 192, "vocab_size": 4096})
+    family, saved = normal_form(json.loads((folder / "config.json").read_text()), "large")
+    decoder, places, size = described(family, saved, "large")
+    params = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), Model(decoder, size).abstract_params)
+    safetensors.numpy.save_file(to_tensors(family, places, params), folder / "model.safetensors")
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        done = forked.run("-c", PEAK, str(GOLDEN / "mamba2"), str(folder), dtype)
+        peak, sizes[dtype] = map(int, done.stdout.split())
+        assert sizes[dtype] < peak < 1.25 * sizes[dtype] + 32e6, (dtype, peak)
+    assert sizes["bfloat16"] < 0.51 * sizes["float32"] and sizes["float32"] > 80e6

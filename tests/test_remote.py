@@ -18,6 +18,7 @@ from tiny_run import parse, read_metadata, train
 
 import meliad_like
 from meliad_like import command_line, remote
+from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import Pretrained, write_huggingface
 from meliad_like.data import token_store
 from meliad_like.data.token_store import TokenStore
@@ -25,7 +26,7 @@ from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
-from meliad_like.run.opening import open_checkpoint, write_checkpoint
+from meliad_like.run.opening import config_for_training, open_checkpoint, write_checkpoint
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.processes import Ownership
@@ -167,8 +168,10 @@ def test_a_folder_of_transformers_in_a_bucket(bucket, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     upload(bucket, tmp_path, "gpt2")
-    there, here = (meliad_like.load(place).score("a text") for place in ("gs://bucket/gpt2", tmp_path))
-    np.testing.assert_array_equal(there.log_probabilities, here.log_probabilities)
+    there, here = (meliad_like.load(place) for place in ("gs://bucket/gpt2", tmp_path))
+    np.testing.assert_array_equal(*(lm.score("a text").log_probabilities for lm in (there, here)))
+    vocabulary = config_for_training("gs://bucket/gpt2", read_changes()).vocabulary
+    assert vocabulary.model_file == "gs://bucket/gpt2" and vocabulary.make().fingerprint == here.vocabulary.fingerprint
 
 
 def test_a_store_is_copied_once_and_again_when_it_is_another(bindings, bucket, cache, capsys):

@@ -2,7 +2,7 @@
 
 import collections
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from etils import epath
@@ -41,10 +41,13 @@ def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
     return construction.build(bindings, config_class)[0]
 
 
-def to_gin(run: RunConfig) -> str:
-    """The config as a gin file that binds every parameter: read again, it gives the same run."""
+def to_gin(run: RunConfig, names: Collection[str] | None = None) -> str:
+    """The config as a gin file that binds every parameter: read again, it gives the same run. With `names`, only these
+    are bound."""
     sections = collections.defaultdict(list)
     for key, value in bound_values(run).items():
+        if names is not None and key not in names:
+            continue
         sections[key.partition(".")[0]].append(f"{key} = {value!r}\n")
     return "\n".join(map("".join, sections.values()))
 

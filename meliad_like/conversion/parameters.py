@@ -53,10 +53,10 @@ def places_by_module(modules: Mapping[str, str], *, transposed: bool = True, par
 def fill_parameters(
     template: Any, names: Iterable[str], places: Places, read: Callable[[str], np.ndarray], owner: str
 ) -> Any:
-    """Fills our parameters, float32, one after the other, so that only one additional array is in memory.
+    """Fills our parameters one after the other, so that only one additional array is in memory.
 
     Args:
-      template: tree of the shapes of our parameters.
+      template: tree of the shapes and dtypes of our parameters.
       names: names of the arrays in the file; each must be used.
       read: reads an array by its name.
       owner: the file or folder, for messages.
@@ -99,7 +99,7 @@ def fill(
             name = " + ".join(needed)
             raise UserError(f"{owner}: {name} has shape {array.shape}, its config asks for {leaf.shape}")
         # Copies are made in the background; wait, so that this array is freed before the next is read.
-        return jax.block_until_ready(jnp.asarray(np.asarray(array, np.float32, order="C")))
+        return jax.block_until_ready(jnp.asarray(np.asarray(array, leaf.dtype, order="C")))
 
     # The largest array comes first, while most memory is free.
     largest_first = sorted(leaves, key=lambda path: -leaves[path].size)

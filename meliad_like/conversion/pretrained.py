@@ -10,7 +10,19 @@ import numpy as np
 from etils import epath
 from tokenizers import Tokenizer
 
-from meliad_like.config import Changes, RunConfig, bound_values, differences, field_types, fit, parse, read_changes
+from meliad_like.config import (
+    Changes,
+    RunConfig,
+    bound_values,
+    differences,
+    field_types,
+    fit,
+    parse,
+    read_changes,
+    to_gin,
+    with_changes,
+)
+from meliad_like.config.saved import GIN_NAME
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.conversion.pretrained_formats import CONSTANTS, PLACES, from_huggingface, to_huggingface
@@ -32,15 +44,22 @@ from meliad_like.data.tokenizers_vocabulary import (
     TokenizersVocabularyConfig,
     export_tokenizer,
 )
-from meliad_like.data.vocabulary import SETTINGS_NAME, Vocabulary, saved_vocabulary_config
+from meliad_like.data.vocabulary import SETTINGS_NAME, FileVocabularyConfig, Vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
+from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.remote import from_hub, write_whole
+from meliad_like.remote import any_path, from_hub, write_whole
 from meliad_like.resumable import parse_json, read_object, write_json
-from meliad_like.run.opening import FOREIGN_FORMATS, OpenedCheckpoint, open_checkpoint, write_checkpoint
+from meliad_like.run.opening import (
+    FOREIGN_FORMATS,
+    VOCABULARY_FOLDER,
+    OpenedCheckpoint,
+    open_checkpoint,
+    write_checkpoint,
+)
 
 GENERATION_NAME = "generation_config.json"
 RECURRENCE_NAME = "recurrence.safetensors"
@@ -56,11 +75,13 @@ class Pretrained(NamedTuple):
     config: PretrainedConfig
     vocabulary_size: int
     params: dict[str, Any]
-    """The parameters, float32, on the default device."""
+    """The parameters, on the default device."""
 
 
-def read_huggingface(folder: str | Path) -> Pretrained:
+def read_huggingface(folder: str | Path, dtype: ActivationDtype = "float32") -> Pretrained:
     """Reads a model from config.json and `model.safetensors`, or from several files and their index.
+
+    Its matrices are kept in `dtype`.
 
     The model includes a recurrence that `write_huggingface` has saved in the folder, and its windows.
     """
@@ -74,12 +95,12 @@ def read_huggingface(folder: str | Path) -> Pretrained:
     names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
     if config.tied_embedding:
         names.pop("lm_head.weight", None)
-    template, places = Model(config, size).abstract_params, PLACES[config.architecture]
+    template, places = Model(config, size).abstract_params_in(dtype), PLACES[config.architecture]
     params = fill_parameters(
         template, names, places, lambda name: read_tensor(files[names[name]], names[name]), str(folder)
     )
     if (folder / RECURRENCE_NAME).exists():
-        config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size)
+        config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size, dtype)
         params |= {"recurrence": recurrence}
     return Pretrained(config, size, params)
 
@@ -111,7 +132,9 @@ def new_folder(path: str | Path) -> Path:
     return folder
 
 
-def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[PretrainedConfig, dict[str, Any]]:
+def _read_recurrence(
+    path: Path, decoder: PretrainedConfig, size: int, dtype: ActivationDtype
+) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Reads the recurrence: returns the config with it, and its parameters."""
     with opened(path) as file:
         names, metadata = set(file.keys()), file.metadata() or {}
@@ -123,7 +146,7 @@ def _read_recurrence(path: Path, decoder: PretrainedConfig, size: int) -> tuple[
     fields = {name: fit(value, types[name], f"{path}: {name}") for name, value in saved.items()}
     windows = {name: fields.pop(name) for name in WINDOW_FIELDS}
     config = dataclasses.replace(decoder, **windows, recurrence=(WindowSummary(**fields),))
-    template = Model(config, size).abstract_params["recurrence"]
+    template = Model(config, size).abstract_params_in(dtype)["recurrence"]
     return config, fill_parameters(template, names, Place, lambda name: read_tensor(path, name), str(path))
 
 
@@ -140,9 +163,9 @@ class HuggingFaceFormat:
         return any((folder / name).exists() for name in (TENSORS_NAME, INDEX_NAME))
 
     @staticmethod
-    def open(folder: Path, changes: Changes) -> OpenedCheckpoint:
-        """Opens a model at step 0, with these changes of its config."""
-        return open_huggingface(folder, changes)
+    def open(folder: Path, changes: Changes, dtype: ActivationDtype) -> OpenedCheckpoint:
+        """Opens a model at step 0, with these changes of its config and its matrices in this dtype."""
+        return open_huggingface(folder, changes, dtype)
 
     @staticmethod
     def config(folder: Path, changes: Changes) -> RunConfig:
@@ -155,13 +178,22 @@ class HuggingFaceFormat:
 def convert_from_huggingface(
     path: str | Path, gin_files: Sequence[str], gin_params: Sequence[str], folder: str | Path
 ) -> None:
-    """Writes our checkpoint folder at step 0 from the model that `open_huggingface` opens."""
+    """Writes our checkpoint folder at step 0 from the model that `open_huggingface` opens, and a config.gin of model,
+    vocabulary and segments in the working folder, the folder itself or the one above `checkpoints`."""
     theirs = Path(from_hub(path, HuggingFaceFormat.files))
     opened = open_huggingface(theirs, read_changes(gin_files, gin_params))
-    write_checkpoint(folder, opened.params, opened.run, opened.vocabulary)
+    run, place = opened.run, any_path(folder)
+    if isinstance(run.vocabulary, FileVocabularyConfig) and not run.vocabulary.trained:
+        # The checkpoint's own, so that the other folder is not needed any more.
+        run = with_changes(run, {"vocabulary.model_file": str(place / VOCABULARY_FOLDER)})
+    write_checkpoint(folder, opened.params, run, opened.vocabulary)
+    names = {"RunConfig.model", "RunConfig.vocabulary", *bound_values(run.model), *bound_values(run.vocabulary)}
+    workdir = place.parent if place.name == "checkpoints" else place
+    sizes = [f"ReaderConfig.{name} = {getattr(run.data, name)}\n" for name in ("segment_length", "tokens_per_step")]
+    write_whole(workdir / GIN_NAME, "\n".join([to_gin(run, names), "".join(sizes)]))
 
 
-def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
+def open_huggingface(path: str | Path, changes: Changes, dtype: ActivationDtype = "float32") -> OpenedCheckpoint:
     """Opens a model of transformers, as at step 0.
 
     The folder determines the decoder and its recurrence, if it has one. The changes may set window, overlap, documents
@@ -169,8 +201,8 @@ def open_huggingface(path: str | Path, changes: Changes) -> OpenedCheckpoint:
     vocabulary is the one in the model's folder.
     """
     if family_of(path, changes) is not None:
-        return open_published(path, changes)
-    model, size, params = read_huggingface(path)
+        return open_published(path, changes, dtype)
+    model, size, params = read_huggingface(path, dtype)
     # The segment length of base.gin is for another window.
     window = changes.value("PretrainedConfig.window_length", model.window_length)
     segment = changes.value("ReaderConfig.segment_length", window)

@@ -7,12 +7,13 @@ last line is the end of the document, so that concatenated documents are the tok
 import collections
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
+from meliad_like.remote import any_path
 
 DICTIONARY_NAME = "dict.txt"
 # The ids 0 to 3, which the dictionary file does not contain.
@@ -58,9 +59,9 @@ class DictionaryVocabulary(Vocabulary):
         return np.asarray(ids[:-1], np.int32)
 
 
-def read_dictionary(path: str | Path) -> Counts:
+def read_dictionary(path: epath.PathLike) -> Counts:
     """The words and counts of a fairseq dictionary, in its order; `path` is the file, or a folder with dict.txt."""
-    path = Path(path).expanduser()
+    path = any_path(path)
     path = path / DICTIONARY_NAME if path.is_dir() else path
     lines = read_text(path, "dictionary").split("\n")
     counts: dict[str, int] = {}

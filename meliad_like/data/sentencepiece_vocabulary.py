@@ -4,15 +4,16 @@ import functools
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import sentencepiece
+from etils import epath
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
 
 from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
+from meliad_like.remote import any_path
 from meliad_like.validation import check_positive
 
 ModelType = Literal["unigram", "bpe"]
@@ -107,9 +108,9 @@ class SentencePieceVocabulary(Vocabulary):
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
 
-def read_model(path: str | Path) -> bytes:
+def read_model(path: epath.PathLike) -> bytes:
     """The contents of a SentencePiece model file, or of that in the folder of a saved vocabulary."""
-    path = Path(path).expanduser()
+    path = any_path(path)
     path = path / MODEL_NAME if path.is_dir() else path
     with reading(path, "SentencePiece model", RuntimeError):
         model = path.read_bytes()

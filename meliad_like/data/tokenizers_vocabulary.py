@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.data.vocabulary import (
@@ -22,6 +22,7 @@ from meliad_like.data.vocabulary import (
     read_text,
 )
 from meliad_like.errors import UserError
+from meliad_like.remote import any_path
 from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -202,13 +203,13 @@ def _spelled(token: str) -> bytes:
     return bytes(map(BYTE_CHARACTERS.__getitem__, token)) if is_merged else b""
 
 
-def read_tokenizer(path: str | Path) -> tuple[str, str]:
+def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
     """The contents of a tokenizer.json, and the token that ends documents (`DEFAULT_END`, if there is one).
 
     Args:
       path: a tokenizer.json, or a folder with tokenizer.json or with vocab.json and merges.txt.
     """
-    path = Path(path).expanduser()
+    path = any_path(path)
     end = ""
     if not path.is_dir():
         tokenizer = read_text(path, "tokenizer")
@@ -247,7 +248,7 @@ def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
     return None
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def _read_if_there(path: epath.Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
@@ -256,7 +257,7 @@ def _content(token: str | dict[str, Any] | None) -> str:
     return token["content"] if isinstance(token, dict) else token or ""
 
 
-def _with_added_tokens(tokenizer_json: str, folder: Path, settings: dict[str, Any]) -> str:
+def _with_added_tokens(tokenizer_json: str, folder: epath.Path, settings: dict[str, Any]) -> str:
     """A tokenizer.json with the tokens that the other files of its folder name.
 
     Raises:
@@ -289,7 +290,7 @@ def _with_added_tokens(tokenizer_json: str, folder: Path, settings: dict[str, An
     return tokenizer.to_str() if changed else tokenizer_json
 
 
-def _from_merges(vocabulary: Path, merges: Path, end: str) -> str:
+def _from_merges(vocabulary: epath.Path, merges: epath.Path, end: str) -> str:
     lines = read_text(merges, "tokenizer").splitlines()
     pairs = [line for line in lines if line and not line.startswith("#version")]
     ids = read_object(vocabulary)

@@ -5,6 +5,7 @@ The end of a document is a token of its own.
 
 import codecs
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -243,10 +244,10 @@ class ByteVocabulary(Vocabulary):
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path | epath.Path, what: str) -> str:
     """The text of a file, without a byte order mark; an error names it by `what` it is."""
-    with reading(path, what, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8-sig")
+    with reading(path, what, UnicodeDecodeError), path.open("rb") as file:
+        return io.TextIOWrapper(file, encoding="utf-8-sig").read()
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -20,6 +20,7 @@ CHECKPOINT = COMMAND.shared(
     "checkpoint", "Checkpoint folder, the --workdir of a training, or a folder of transformers."
 )
 STEP = COMMAND.shared("step")
+DTYPE = COMMAND.shared("dtype")
 TASKS = COMMAND.list("tasks", None, "Names of tasks, or YAML files of tasks, with commas.", required=True)
 INCLUDE_PATH = COMMAND.multi_string("include_path", [], "A folder with further tasks. Repeatable.")
 NUM_FEWSHOT = COMMAND.integer("num_fewshot", None, "Examples in each context. Default: the task's.", lower_bound=0)
@@ -59,7 +60,7 @@ def main() -> None:
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise UserError(f"there is no task {unknown[0]!r}; lm_eval ls tasks shows the harness's own")
     model = HarnessModel(
-        CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value, gin_params=COMMAND.gin_param.value
+        CHECKPOINT.value, STEP.value, BATCH_SIZE.value, FIRST_TOKENS.value, COMMAND.gin_param.value, DTYPE.value
     )
     with tokenizer_for_tasks(model, CHECKPOINT.value):
         results = lm_eval.simple_evaluate(

@@ -33,6 +33,7 @@ from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.models.config import ActivationDtype
 from meliad_like.models.model import Model
 from meliad_like.run.text import encode_text
 
@@ -86,10 +87,11 @@ class HarnessModel(TemplateLM):
         batch_size: int = 8,
         first_tokens: bool = False,
         gin_params: str | Sequence[str] = (),
+        dtype: ActivationDtype = "float32",
     ):
         """
         Args:
-          checkpoint, step, gin_params: the arguments of `meliad_like.load`; or a model that it has returned.
+          checkpoint, step, gin_params, dtype: the arguments of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
           first_tokens: whether the end-of-document token is read before every document and in place of an empty
             context, so that the first token has a probability too. The harness's own adapters do this. The models
@@ -98,7 +100,7 @@ class HarnessModel(TemplateLM):
         """
         super().__init__()
         is_open = isinstance(checkpoint, LanguageModel)
-        self.lm = checkpoint if is_open else load(checkpoint, step=step, gin_params=gin_params)
+        self.lm = checkpoint if is_open else load(checkpoint, step=step, gin_params=gin_params, dtype=dtype)
         self._name = "" if is_open else str(checkpoint)
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_args
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from meliad_like.generation.reading import (
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
+from meliad_like.models.config import ActivationDtype
 from meliad_like.run.opening import OpenedCheckpoint, open_model
 from meliad_like.run.text import EncodedText, carry_identity, check_text, encode_text
 
@@ -59,7 +60,7 @@ def load(
     *,
     step: int | None = None,
     gin_params: str | Sequence[str] = (),
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: ActivationDtype = "float32",
 ) -> "LanguageModel":
     """Opens a trained model on the first device.
 
@@ -79,14 +80,9 @@ def load(
     """
     keep_compiled_programs()
     changes = read_changes((), [gin_params] if isinstance(gin_params, str) else gin_params)
-    opened = open_model(path, step=step, changes=changes)
-    if dtype == "float32":
-        return LanguageModel(opened)
-    if dtype != "bfloat16":
-        raise UserError(f"dtype={dtype!r} is not one of float32, bfloat16")
-    # Vectors are few, and some are logarithms: they stay as they are.
-    params = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, opened.params)
-    return LanguageModel(opened._replace(params=params))
+    if dtype not in get_args(ActivationDtype):
+        raise UserError(f"dtype={dtype!r} is not one of {', '.join(get_args(ActivationDtype))}")
+    return LanguageModel(open_model(path, step=step, changes=changes, dtype=dtype))
 
 
 class LanguageModel:
@@ -98,6 +94,10 @@ class LanguageModel:
     def __init__(self, opened: OpenedCheckpoint):
         self.opened = opened
         self.model, self.params, self.vocabulary = opened.model, opened.params, opened.vocabulary
+
+    def __repr__(self) -> str:
+        numbers = f"{self.model.num_parameters:,} parameters, {self.model.carry_size:,} bytes of state for each text"
+        return f"<{type(self).__name__}: {numbers}; a token sees {self.model.sight}>"
 
     def begin(self, seed: int = 0) -> State:
         """The state before the first token of a document. The random seed is for texts that continue it."""

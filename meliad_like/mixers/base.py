@@ -152,6 +152,8 @@ class Traits(NamedTuple):
     attends_to: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]] = np.zeros_like
     """The number of consecutive earlier tokens that a token attends to, by its position in the document. What a search
     selects is not counted."""
+    limited_by: str | None = None
+    """The setting that limits this number; None: none, or one that also determines parameters."""
     sequential_because: str | None = None
     """The reason why the blocks of a segment can't be sharded over devices (`MeshConfig.sequence`); None: they can."""
     needs_segments: str | None = None

@@ -267,6 +267,7 @@ class SpanAttentionConfig(MixerConfig):
     def traits(self, shape):
         return Traits(
             attends_to=lambda position: np.minimum(position, self.span - 1),
+            limited_by=f"{type(self).__name__}.span",
             sequential_because="a span of attention reaches into more than the block before",
             output_bias=self.output_bias,
         )

@@ -37,11 +37,17 @@ def _resumed(old: Any, new: Any) -> Any:
     return dataclasses.replace(old, **values)  # type: ignore[type-var]
 
 
+FAR = 2**40
+"""A position in a document behind anything that has a limited length."""
+
+
 class ModelTraits(NamedTuple):
     """The properties of a model that the rest of the package asks for, in addition to its sizes."""
 
     num_visible: Callable[[Int[np.ndarray, "..."]], Int[np.ndarray, "..."]]
     """The number of tokens, itself included, that a token at each position of a document attends to in a layer."""
+    limited_by: str | None = None
+    """The setting that limits this number; None: none, or one that also determines parameters."""
     sequential_because: str | None = "its windows are read one after the other"
     """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None: it can."""
     needs_segments: str | None = None

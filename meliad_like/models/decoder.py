@@ -25,7 +25,7 @@ from meliad_like.mixers.base import MIXERS, Carry, DecoderShape, Mixer, MixerCon
 from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import TokenCache
-from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
+from meliad_like.models.config import FAR, MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
 from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer
 from meliad_like.registry import Registry, bound_values, configs_in, kind_field, may_change, names_in, resumable, size
@@ -220,8 +220,10 @@ class DecoderConfig(StackConfig):
     def traits(self) -> ModelTraits:
         mixers = dict.fromkeys(mixer for layer in self.shape.layers for mixer in layer)
         traits = [mixer.traits(self.shape) for mixer in mixers]
+        farthest = max(traits, key=lambda each: each.attends_to(np.array(FAR)).item())
         return ModelTraits(
             lambda position: np.asarray(np.maximum.reduce([each.attends_to(position) for each in traits]) + 1),
+            limited_by=farthest.limited_by,
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
             needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
             fewest_layers=len(distinct_entries(self.pattern)),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -22,7 +23,7 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import LayerContext, count_by_block
-from meliad_like.models.config import ModelConfig, Remat
+from meliad_like.models.config import FAR, ActivationDtype, ModelConfig, Remat
 
 # Folded into the step's dropout key; differs from the indices of blocks, which are folded in as well.
 SOFTMAX = 2**32 - 1
@@ -79,6 +80,11 @@ class Model:
         """The shapes and dtypes of the parameters."""
         return nnx.to_pure_dict(self._abstract[1])
 
+    def abstract_params_in(self, dtype: ActivationDtype) -> dict[str, Any]:
+        """The shapes of the parameters if matrices are kept in this dtype. Vectors are few, and some are logarithms:
+        they stay float32."""
+        return jax.tree.map(lambda leaf: leaf.update(dtype=dtype) if leaf.ndim > 1 else leaf, self.abstract_params)
+
     @property
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
@@ -122,6 +128,22 @@ class Model:
         """The shapes of the floating-point arrays that one lane carries from segment to segment."""
         leaves = jax.tree.leaves(self.abstract_carry(1))
         return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    @property
+    def carry_size(self) -> int:
+        """The number of bytes that one lane carries from segment to segment, at any place of a document."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_carry(1)))
+
+    @property
+    def sight(self) -> str:
+        """How far the model sees in a document, for people."""
+        traits, w = self.config.traits, self.config.window_length
+        visible = int(np.max(traits.num_visible(FAR + np.arange(w))))
+        limit = f" ({traits.limited_by})" if traits.limited_by else ""
+        attention = f"the last {visible:,} tokens by attention{limit}"
+        if not traits.states or traits.needs_segments:
+            return attention
+        return "everything by its states" + (f", {attention}" if visible > 1 else "")
 
     def carry_axes(self, carry: Any) -> Any:
         """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""

@@ -27,6 +27,7 @@ from meliad_like.errors import MissingStoreError, UserError
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.library import LanguageModel
 from meliad_like.planning.description import describe
+from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.shrinking import shrink
@@ -79,7 +80,7 @@ def make_small(run: RunConfig, folder: Path) -> RunConfig:
         small = shrink(run, keep_vocabulary=True)
     except MissingStoreError:
         file = getattr(run.vocabulary, "model_file", "")
-        small = shrink(run, keep_vocabulary=bool(file) and Path(file).expanduser().exists())
+        small = shrink(run, keep_vocabulary=bool(file) and any_path(file).exists())
         documents = folder / "documents"
         try:
             copy_documents(run.source, documents)

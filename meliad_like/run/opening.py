@@ -11,22 +11,23 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, rebuild
+from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, rebuild, with_changes
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
+from meliad_like.models.config import ActivationDtype
 from meliad_like.models.model import Model
 from meliad_like.registry import Registry
-from meliad_like.remote import any_path, flush_all, from_hub, local_files, written_locally
+from meliad_like.remote import any_path, flush_all, from_hub, is_remote, local_files, written_locally
 from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
 VOCABULARY_FOLDER = "vocabulary"
 FOREIGN_FORMATS = Registry("format", "meliad_like.conversion.pretrained")
 """The formats of other programs' models: classes with three static functions. `recognises(folder)` says whether a
-folder, which may be on `gs://`, is in the format; `open(folder, changes)` opens one of this machine, and
-`config(folder, changes)` is its config alone. They are imported only where a folder without checkpoints of ours is
+folder, which may be on `gs://`, is in the format; `open(folder, changes, dtype)` opens one of this machine,
+and `config(folder, changes)` is its config alone. They are imported only where a folder without checkpoints of ours is
 opened."""
 
 
@@ -92,6 +93,7 @@ def open_checkpoint(
     step: int | None = None,
     changes: Callable[[RunConfig], RunConfig] = lambda run: run,
     mesh: Mesh | Literal["config"] | None = None,
+    dtype: ActivationDtype = "float32",
 ) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or the working folder that it lies in, for reading.
 
@@ -99,6 +101,7 @@ def open_checkpoint(
       step: which checkpoint; None: the newest that is not damaged.
       changes: changes of `saved_config`, such as the result of `read_changes`. The model is as in the changed config.
       mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
+      dtype: that in which matrices are kept.
 
     Raises:
       UserError: there is no usable checkpoint, its vocabulary is missing or was replaced, or the changed model needs
@@ -124,29 +127,42 @@ def open_checkpoint(
         if mesh is not None:
             mesh = make_mesh(run.mesh) if mesh == "config" else mesh
             shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
-        sharded = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params, shardings)
+        sharded = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params_in(dtype), shardings)
         params, _ = checkpoints.restore_params(sharded, metadata["step"])
     return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
 
 
 def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
-    """The config of a training that starts with the model in a folder (`open_model`): base.gin's config with this model
-    and its vocabulary, and the changes. A change that names another model (`RunConfig.model`) wins."""
+    """The config of a training that starts with the model in a folder (`open_model`): base.gin's config with its model,
+    vocabulary and segments, and the changes."""
     folder = _from_hub(folder)
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):
                 with local_files(folder) as place:
-                    return other.config(place, changes)
-    saved = saved_config(folder)
-    return changes(dataclasses.replace(parse(), model=saved.model, vocabulary=saved.vocabulary))
+                    return _of_folder(other.config(place, changes), place, folder)
+    saved, base = saved_config(folder), parse()
+    sizes = {name: getattr(saved.data, name) for name in ("segment_length", "tokens_per_step")}
+    data = dataclasses.replace(base.data, **sizes)
+    return changes(dataclasses.replace(base, model=saved.model, vocabulary=saved.vocabulary, data=data))
+
+
+def _of_folder(run: RunConfig, place: Path, folder: epath.PathLike) -> RunConfig:
+    """The config with the vocabulary of a folder by its own name, and not by that of `place`, the temporary copy."""
+    in_copy = is_remote(folder) and getattr(run.vocabulary, "model_file", "") == str(place)
+    return with_changes(run, {"vocabulary.model_file": str(folder)}) if in_copy else run
 
 
 def open_model(
-    folder: epath.PathLike, *, step: int | None = None, changes: Changes, mesh: Mesh | None = None
+    folder: epath.PathLike,
+    *,
+    step: int | None = None,
+    changes: Changes,
+    mesh: Mesh | Literal["config"] | None = None,
+    dtype: ActivationDtype = "float32",
 ) -> OpenedCheckpoint:
-    """Opens a checkpoint folder, as `open_checkpoint` does, or a folder in the format of another program, perhaps on
-    hf://, whose parameters lie on the first device whatever the `mesh`."""
+    """Opens a checkpoint folder, or a folder in the format of another program, perhaps on hf://, as `open_checkpoint`
+    does."""
     folder = _from_hub(folder)
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
@@ -154,12 +170,21 @@ def open_model(
                 if step is not None:
                     raise UserError(f"step={step}: {folder} is not a training, and has only one state")
                 with local_files(folder) as place:
-                    return other.open(place, changes)
+                    opened = other.open(place, changes, dtype)
+                opened = opened._replace(run=_of_folder(opened.run, place, folder))
+                model = opened.model
+                if (config := model.config.on_this_platform()) != model.config:
+                    opened = opened._replace(model=Model(config, opened.vocabulary.size))
+                if mesh is None:
+                    return opened
+                mesh = opened.mesh if mesh == "config" else mesh
+                shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+                return opened._replace(params=jax.device_put(opened.params, shardings))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
         raise UserError(
             f"there is no folder {folder}: a model of huggingface.co is hf://{folder}, or hf://{folder}@REVISION"
         )
-    return open_checkpoint(folder, step=step, changes=changes, mesh=mesh)
+    return open_checkpoint(folder, step=step, changes=changes, mesh=mesh, dtype=dtype)
 
 
 def _from_hub(folder: epath.PathLike) -> epath.PathLike:
@@ -195,9 +220,12 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store
 
-        # Training the vocabulary again, on the documents of this machine, could give another one.
-        with local_files(checkpoints_folder(folder) / VOCABULARY_FOLDER) as saved:
-            make_store(opened.run.source, saved_vocabulary_config(saved), place)
+        if (saved := checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
+            # Training the vocabulary again, on the documents of this machine, could give another one.
+            with local_files(saved) as copy:
+                make_store(opened.run.source, saved_vocabulary_config(copy), place)
+        else:
+            make_store(opened.run.source, opened.run.vocabulary, place)
     opened_store = TokenStore(place)
     opened_store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
     if prepare:

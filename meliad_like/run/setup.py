@@ -12,6 +12,7 @@ from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.errors import UserError
 from meliad_like.mesh import make_mesh, replicated
+from meliad_like.models.config import MODELS
 from meliad_like.models.model import Model
 from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
@@ -102,7 +103,9 @@ def set_up(run: RunConfig, mesh: Mesh | None = None) -> list[StageSetup]:
 
 
 def vocabulary_size(run: RunConfig) -> int:
-    """The size of the vocabulary by the token store, or, where there is no store yet, by the settings."""
+    """The size of the vocabulary by the settings, or, if it has to be learned, by the token store if there is one."""
+    if not run.vocabulary.trained:
+        return run.vocabulary.expected_size
     has_store = (any_path(run.data.store) / STORE_NAME).exists()
     return TokenStore(run.data.store).vocabulary.size if has_store else run.vocabulary.expected_size
 
@@ -140,9 +143,11 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
     state = setup.program.initialise()
     if load_dir is None:
         return state
-    opened = open_model(load_dir, changes=read_changes(), mesh=setup.mesh)
-    setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the model in {load_dir}")
     model = setup.whole_run.model
+    # Some published models open as either of two kinds.
+    changes = read_changes(values={"RunConfig.model": MODELS.name_of(model)})
+    opened = open_model(load_dir, changes=changes, mesh=setup.mesh)
+    setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the model in {load_dir}")
     if not model.extends(opened.run.model):
         way_out = "train the model of the checkpoint, or choose another one"
         check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)

@@ -132,12 +132,14 @@ class Checkpoints:
             self.move_aside_after(step)
         saved, requested = self._read_json(step), named_arrays(abstract_state)
         targets = dict(zip(("params", "rest"), _split(requested)))
-        shapes = saved["arrays"]
+        shapes, expected = saved["arrays"], _shapes(requested)
         if not targets["rest"]:
             del targets["rest"]
-            shapes = {name: shape for name, shape in shapes.items() if _is_parameter(name)}
+            # For reading, in any dtype.
+            shapes = {name: _without_dtype(shape) for name, shape in shapes.items() if _is_parameter(name)}
+            expected = {name: _without_dtype(shape) for name, shape in expected.items()}
         way_out = "choose another folder, or a run with the same parameters and optimizer"
-        check_same(self.folder / str(step), shapes, _shapes(requested), way_out=way_out)
+        check_same(self.folder / str(step), shapes, expected, way_out=way_out)
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in targets.items()})
         )
@@ -146,7 +148,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), saved["metadata"]
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Loads only the parameters; otherwise like `restore`."""
+        """Loads only the parameters, in the dtypes of `abstract_params`; otherwise like `restore`."""
         state, metadata = self.restore({"params": abstract_params}, step)
         return state["params"], metadata
 
@@ -300,6 +302,10 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 
 def _shapes(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+
+
+def _without_dtype(shape: str) -> str:
+    return shape[shape.index("[") :]
 
 
 def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -107,7 +107,7 @@ class Part(NamedTuple):
 
     def read(self, tensor: np.ndarray) -> np.ndarray:
         rows = tensor if self.rows is None else tensor[np.asarray(self.rows)]
-        array = self.layout.read(rows.astype(np.float32))
+        array = self.layout.read(rows.astype(np.float32, copy=False))
         return array if self.factor == 1 and not self.offset else array.astype(float) * self.factor + self.offset
 
     def write(self, array: np.ndarray) -> np.ndarray:
@@ -207,7 +207,7 @@ def parts_of(places: Places, path: str) -> Sequence[Part]:
 def read_parameters(
     family: Family, places: Places, template: Any, names: Iterable[str], read: Callable[[str], np.ndarray], owner: str
 ) -> Any:
-    """Our parameters, float32, from the tensors of a file by their names in the family; all rows must be used.
+    """Our parameters from the tensors of a file by their names in the family; all rows must be used.
 
     Raises:
         UserError: a tensor is missing, has another shape, or has no place in the model.

@@ -17,6 +17,7 @@ from meliad_like.data.token_ids_vocabulary import TokenIdsVocabularyConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
 from meliad_like.errors import UserError
+from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
@@ -60,8 +61,8 @@ def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig
     return run, family, places, size
 
 
-def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
-    """Opens a published model at step 0 (`config_of_published`)."""
+def open_published(folder: str | Path, changes: Changes, dtype: ActivationDtype) -> OpenedCheckpoint:
+    """Opens a published model at step 0 (`config_of_published`), with its matrices in this dtype."""
     folder = Path(folder)
     run, family, places, size = config_of_published(folder, changes)
     vocabulary = vocabulary_of(run, size, folder)
@@ -74,7 +75,7 @@ def open_published(folder: str | Path, changes: Changes) -> OpenedCheckpoint:
     def read(name: str) -> np.ndarray:
         return read_tensor(files[names[name]], names[name])
 
-    params = read_parameters(family, places, model.abstract_params, names, read, str(folder))
+    params = read_parameters(family, places, model.abstract_params_in(dtype), names, read, str(folder))
     return OpenedCheckpoint(run, model, params, vocabulary, 0)
 
 
