@@ -39,8 +39,8 @@ def is_remote(path: epath.PathLike) -> bool:
 def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -> epath.Path:
     """A path that can be read: a local one, with `~` expanded, or one of an object store with a supported scheme.
 
-    Raises a UserError if the scheme is not supported, or if its package is not installed. From the first path on gs://
-    on, gcsfs does not cache the contents of folders in this process, because other processes write into them.
+    Raises a UserError if the scheme is not supported, or if its package is not installed. From the first path in a
+    bucket on, the contents of its folders are not cached in this process, because other processes write into them.
     """
     if not is_remote(path):
         return epath.Path(path).expanduser()
@@ -50,8 +50,8 @@ def any_path(path: epath.PathLike, schemes: Collection[str] = tuple(PACKAGES)) -
         raise UserError(f"{os.fspath(path)}: {scheme}:// is not supported here: use {known}")
     if importlib.util.find_spec(PACKAGES[scheme]) is None:
         raise UserError(f"{os.fspath(path)} needs a package that is not installed: pip install {PACKAGES[scheme]}")
-    if scheme == "gs":
-        conf.setdefault("gcs", {})["use_listings_cache"] = False
+    if scheme != "hf":
+        conf.setdefault(scheme, {})["use_listings_cache"] = False
     return epath.Path(path)
 
 
@@ -84,7 +84,9 @@ def versions_below(folder: epath.Path) -> dict[str, Version]:
     """The files at any depth in a folder of an object store, by their paths below it."""
     system, place = url_to_fs(os.fspath(folder))
     found = system.find(place, detail=True)
-    return {path[len(place) :].strip("/"): _version(info) for path, info in found.items() if path[-1] != "/"}
+    # A bucket may have objects for folders.
+    files = {path: info for path, info in found.items() if info["type"] == "file" and path[-1] != "/"}
+    return {path[len(place) :].strip("/"): _version(info) for path, info in files.items()}
 
 
 def _version(info: dict[str, Any]) -> Version:

@@ -211,6 +211,10 @@ def test_a_model_of_the_hub(hub, tmp_path):
     convert_from_huggingface("hf://org/tiny", (), (), tmp_path / "ours")
     ours, theirs = (meliad_like.load(tmp_path / name).score("a text") for name in ("ours", "main"))
     np.testing.assert_array_equal(ours.log_probabilities, theirs.log_probabilities)
+    hub.put("models/org/pickled", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    message = r"^hf://org/pickled has no model in a format that can be read .huggingface: model\*.safetensors"
+    with pytest.raises(UserError, match=message):
+        meliad_like.load("hf://org/pickled")
     for place in "hf://org/none", "hf://org/tiny@v3", "hf://org/tiny/too/deep":
         with pytest.raises(UserError, match=f"^the model {place} can't be downloaded: [^\\n]*$"):
             meliad_like.load(place)

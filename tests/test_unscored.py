@@ -123,10 +123,11 @@ def test_beginnings_count_the_bytes_that_cost_loss(store):
     assert beginnings.num_bytes.tolist() == [len(text[size:]) for text, size in zip(texts, prompts, strict=True)]
 
 
-def test_ranges_of_a_text(tmp_path):
+def test_ranges_of_a_text(tmp_path, capsys):
     record = {"text": "user: hi\nbot: hé!\nuser: bye\nbot: see you", "prompt": [[0, 14], [18, 33]]}
     source = write(tmp_path / "chat", [record, {"text": "all of it", "prompt": None}])
     split = prepare(source, BytesVocabularyConfig(), tmp_path / "store", 1).split("train")
+    assert "58 of 104 tokens are read and cost no loss" in capsys.readouterr().err
     for document, expected in enumerate([b"h\xc3\xa9!\nsee you", b"all of it"]):
         tokens = split.tokens(document, 0, int(split.lengths[document]))
         counted = split.costs_loss(document, 0, tokens)

@@ -353,6 +353,9 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
         yield (
             "this vocabulary does not keep every text exactly: bits per byte are not comparable with those of others"
         )
+    if unscored := sum(totals.unscored for totals in store.info.splits.values()):
+        total = sum(totals.tokens for totals in store.info.splits.values())
+        yield f"{unscored:,} of {total:,} tokens are read and cost no loss"
     if store.info.changed:
         total = sum(totals.documents for totals in store.info.splits.values())
         share = f"{store.info.changed:,} of {total:,} documents ({store.info.changed / total:.1%})"

@@ -163,7 +163,7 @@ def open_model(
 ) -> OpenedCheckpoint:
     """Opens a checkpoint folder, or a folder in the format of another program, perhaps on hf://, as `open_checkpoint`
     does."""
-    folder = _from_hub(folder)
+    named, folder = folder, _from_hub(folder)
     if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
         for other in FOREIGN_FORMATS.values():
             if other.recognises(any_path(folder)):
@@ -180,6 +180,9 @@ def open_model(
                 mesh = opened.mesh if mesh == "config" else mesh
                 shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
                 return opened._replace(params=jax.device_put(opened.params, shardings))
+    if folder is not named:
+        formats = "; ".join(f"{name}: {other.files[0]}" for name, other in FOREIGN_FORMATS.items())
+        raise UserError(f"{named} has no model in a format that can be read ({formats})")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
         raise UserError(
             f"there is no folder {folder}: a model of huggingface.co is hf://{folder}, or hf://{folder}@REVISION"
