@@ -95,6 +95,14 @@ def _version(info: dict[str, Any]) -> Version:
     return Version(info["size"], tag, (info.get("lfs") or {}).get("sha256", ""))
 
 
+def read_whole(path: AnyPath) -> bytes:
+    """The content of a file, in an object store with one request: a file that is opened needs several."""
+    if isinstance(path, Path):
+        return path.read_bytes()
+    system, place = url_to_fs(os.fspath(path))
+    return system.cat_file(place)
+
+
 def one_line(error: Exception) -> str:
     """The message of an error on one line; gcsfs's messages contain the whole response of the server."""
     return " ".join(str(error).split())[:300]

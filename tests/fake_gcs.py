@@ -29,6 +29,8 @@ class FakeBucket:
         """Content and generation."""
         self.refuse: Callable[[str, str], int | None] = lambda method, name: None
         self.generation = 0
+        self.sent = 0
+        """The number of bytes of contents that were read."""
         self.uploads: dict[str, tuple[str, bytes]] = {}
         self.lock = threading.Lock()
 
@@ -136,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
             last = min(last, len(content) - 1)
             headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
             status, content = 206, content[first : last + 1]
+        self.bucket.sent += len(content)
         return self.answer(status, content, x_goog_generation=str(generation), **headers)
 
     def list(self, query: dict) -> None:

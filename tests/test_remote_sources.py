@@ -110,6 +110,26 @@ def test_a_store_of_documents_in_a_bucket_is_that_of_a_disk(kind, folders, bucke
     assert "reusing the token store" in capsys.readouterr().err
 
 
+def test_there_is_a_request_for_all_files_and_one_for_each_time_that_a_small_one_is_read(bucket, tmp_path):
+    """In a bucket a request takes longer than the bytes of a small file."""
+    for i in range(20):
+        bucket.put(f"docs/{i}.txt", b"a text")
+    requests = collections.Counter()
+    bucket.refuse = lambda method, name: requests.update([name])
+    config = TextSource(folder="gs://bucket/docs", splits_by_name=False, validation_documents=("1",))
+    prepare(config, BYTES, tmp_path / "store", 1)
+    assert requests.pop("") <= 2 and set(requests.values()) == {2} and len(requests) == 20
+
+
+def test_a_large_file_is_streamed(bucket):
+    """The first of its records needs the first of its bytes."""
+    bucket.put("large/a.jsonl", lines(3000, "x"))
+    assert len(bucket.objects["large/a.jsonl"][0]) > 5e7
+    opened, sent = open_source(JsonLinesSource(folder="gs://bucket/large")), bucket.sent
+    assert next(iter(opened.references()))().name == "a.jsonl:1"
+    assert bucket.sent - sent < 1.2e7
+
+
 def test_one_file_in_a_bucket(folders, bucket):
     upload(bucket, folders / "jsonl")
     opened = open_source(JsonLinesSource(folder="gs://bucket/jsonl/train-1.jsonl.gz"))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
-from meliad_like.remote import AnyPath, Version, absolute, is_remote, one_line
+from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, one_line, read_whole
 from meliad_like.validation import check_choices
 
 READERS_AT_ONCE = 16  # The number of files of which the contents are compared at the same time.
@@ -290,6 +290,8 @@ def _content(file: SourceFile) -> str:
     if file.version and file.version.sha256:
         return file.version.sha256
     try:
+        if file.version and file.version.size < CHUNK_BYTES:
+            return hashlib.sha256(read_whole(file.path)).hexdigest()
         with file.path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except refusals() as error:

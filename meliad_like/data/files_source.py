@@ -25,7 +25,7 @@ from meliad_like.data.documents import (
 )
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
 from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, one_line, version, versions_below
+from meliad_like.remote import AnyPath, Version, one_line, read_whole, version, versions_below
 
 SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
@@ -164,7 +164,7 @@ def read_files(
     parts, skipped = [], []
     for file in files:
         try:
-            text = decode((root / file).read_bytes(), str(root / file), encoding)
+            text = decode(read_whole(root / file), str(root / file), encoding)
         except refusals() as error:
             check_disk(root / file, error)
             link = ", a link" if os.path.islink(root / file) else ""
