@@ -102,19 +102,19 @@ def test_a_store_of_a_data_set_is_that_of_its_copy(hub, tmp_path):
 def test_splits_and_configurations_of_the_card(tmp_path):
     files = {
         "README.md": card(
-            config({"train": "a/*.jsonl", "dev": ["b.json", "c/**"]}),
+            config({"train": "a/*.jsonl", "dev": ["b.json", "c/*.jsonl"]}),
             config({"test_sft": "./d.jsonl.gz"}, "other"),
         ),
         "a/1.jsonl": lines("a 1"),
         "a/deep/2.jsonl": lines("not matched"),
         "b.json": lines("b"),
-        "c/x/y.parquet": parquet("c"),
+        "c/y.jsonl": lines("c"),
         "d.jsonl.gz": gzip.compress(lines("d")),
         "dataset_infos.json": b"{}",
     }
     folder = write(tmp_path / "set", files)
     expected = {("train", "a/1.jsonl:1"): "a 1", ("validation", "b.json:1"): "b"}
-    assert documents(folder=folder) == expected | {("validation", "c/x/y.parquet:1"): "c"}
+    assert documents(folder=folder) == expected | {("validation", "c/y.jsonl:1"): "c"}
     assert documents(folder=folder, configuration="other") == {("test", "d.jsonl.gz:1"): "d"}
     names = r"README.md has the configurations 'default', 'other': choose HuggingFaceSource.configuration"
     with pytest.raises(UserError, match=names):
@@ -127,6 +127,21 @@ def test_splits_and_configurations_of_the_card(tmp_path):
     assert set(documents(folder=folder, splits_by_name=False, test_share=0.0, validation_share=0.0)) == {
         ("train", "b.json:1")
     }
+
+
+def test_folders_of_configurations_and_files_in_two_forms(tmp_path):
+    """Neither two configurations nor two copies of the documents are read as one data set."""
+    files = {f"{name}/{split}.jsonl": lines(f"{name} {split}") for name in ("en", "de") for split in ("train", "test")}
+    configs = [{"config_name": name, "data_dir": name} for name in ("en", "de")]
+    folder = write(tmp_path / "set", files | {"README.md": card(*configs)})
+    expected = {("train", "de/train.jsonl:1"): "de train", ("test", "de/test.jsonl:1"): "de test"}
+    assert documents(folder=folder, configuration="de") == expected
+    (tmp_path / "set" / "README.md").unlink()
+    assert documents(folder=folder, configuration="de") == expected
+    write(tmp_path / "set", {"de/train.parquet": parquet("de train")})
+    with pytest.raises(UserError, match="has parquet files and JSON lines, perhaps of the same documents: "):
+        documents(folder=folder, configuration="de")
+    assert documents(folder=folder, configuration="de", suffixes=(".jsonl",)) == expected
 
 
 def test_a_card_with_train_alone_is_dealt(tmp_path):

@@ -56,19 +56,26 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
     def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
         root = self.existing_folder() if self.folder else self._commit()
         listed, passed_over = list_files(root, self.suffixes or self.usual_suffixes, (CARD_NAME, *self.exclude))
-        splits = self._splits_of_card(root, listed)
-        if splits is None:
-            inside = self.configuration or ("default" if self.revision == CONVERTED else "")
+        config = self._config_of_card(root)
+        if patterns := config.get("data_files"):
+            splits = self._splits_of_card(root / CARD_NAME, patterns, listed)
+            files = sorted(splits)
+        else:
+            default = self.configuration or ("default" if self.revision == CONVERTED else "")
+            inside = config.get("data_dir", "").strip("/") if config else default
             files = [file for file in listed if file.startswith(f"{inside}/" if inside else "")]
             splits = named_splits(self, root, files, splits_of_path)
-        else:
-            files = sorted(splits)
         if cut := next((file for file in files if re.search(r"(^|/)partial-\w+/", file)), None):
             raise UserError(f"{root / cut} is of the first 5 GB of the data set alone: name another revision")
         if not files:
             raise UserError(
                 f"{root} has no files of the configuration {self.configuration or 'default'!r} with a suffix of "
                 f"{', '.join(self.usual_suffixes)}: perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
+            )
+        if len({file.endswith(ParquetSource.usual_suffixes) for file in files}) > 1:
+            raise UserError(
+                f"{root} has parquet files and JSON lines, perhaps of the same documents: "
+                "HuggingFaceSource.suffixes = ('.parquet',) reads the first alone"
             )
         used = splits if self.splits_by_name and not self.listed else {}
         return root, {file: listed[file] for file in files}, used, passed_over
@@ -89,8 +96,8 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
             ) from None
         return any_path(f"hf://datasets/{self.dataset}@{commit}")
 
-    def _splits_of_card(self, root: AnyPath, listed: Iterable[str]) -> dict[str, str] | None:
-        """The splits of the files that the card names for the configuration; None: it names no files."""
+    def _config_of_card(self, root: AnyPath) -> dict[str, Any]:
+        """What the card says of the configuration; empty if it says nothing of any."""
         from huggingface_hub import DatasetCard
         from yaml import YAMLError
 
@@ -98,20 +105,24 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         text = card.read_text() if card.exists() else ""
         # A card with nothing but text.
         if not text.startswith("---"):
-            return None
-        with reading(card, "card of a data set", ValueError, TypeError, KeyError, YAMLError):
-            configs = {config["config_name"]: config for config in DatasetCard(text).data.to_dict().get("configs", ())}
-            patterns = {name: _patterns(config.get("data_files") or ()) for name, config in configs.items()}
+            return {}
+        with reading(card, "card of a data set", ValueError, TypeError, KeyError, AttributeError, YAMLError):
+            saved = DatasetCard(text).data.to_dict().get("configs", ())
+            configs = {config["config_name"]: config | {"data_files": _patterns(config)} for config in saved}
             defaults = [name for name, config in configs.items() if name == "default" or config.get("default")]
-        if not any(patterns.values()):
-            return None
         name = self.configuration or next(iter(defaults or (configs if len(configs) == 1 else ())), "")
-        if name not in patterns:
-            names = ", ".join(map(repr, patterns))
+        if configs and name not in configs:
+            names = ", ".join(map(repr, configs))
             raise UserError(f"{card} has the configurations {names}: choose HuggingFaceSource.configuration")
+        return configs.get(name, {})
+
+    def _splits_of_card(
+        self, card: AnyPath, patterns: Iterable[tuple[str, str]], listed: Iterable[str]
+    ) -> dict[str, str]:
+        """The split of each file that a card names."""
         splits: dict[str, str] = {}
-        for split, pattern in patterns[name]:
-            matches = [file for file in listed if re.fullmatch(glob_translate(pattern.removeprefix("./")), file)]
+        for split, pattern in patterns:
+            matches = [file for file in listed if re.fullmatch(glob_translate(pattern), file)]
             if not (matches or self.exclude):
                 raise UserError(
                     f"{card} names files {pattern!r}, of which none has a suffix of {', '.join(self.usual_suffixes)}: "
@@ -137,10 +148,12 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         return (JsonLinesSource if isinstance(record, bytes) else ParquetSource).read(self, record, place, found_in)
 
 
-def _patterns(data_files: Any) -> list[tuple[str, str]]:
-    """Pairs (split, pattern of files) of the field `data_files` of a configuration in a card."""
-    pairs = []
+def _patterns(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Pairs (split, pattern of files) of a configuration in a card."""
+    data_files, pairs = config.get("data_files") or (), []
+    inside = f"{config['data_dir'].strip('/')}/" if config.get("data_dir") else ""
     for entry in [data_files] if isinstance(data_files, str) else data_files:
         split, paths = ("train", entry) if isinstance(entry, str) else (entry["split"], entry["path"])
-        pairs += [(split, path) for path in ([paths] if isinstance(paths, str) else paths)]
+        paths = [paths] if isinstance(paths, str) else paths
+        pairs += [(split, inside + path.removeprefix("./")) for path in paths]
     return pairs
