@@ -71,6 +71,11 @@ def test_missing_dataset(data_dir):
         open_source(TfdsSource(folder=str(data_dir)))
 
 
+def test_a_bucket():
+    with pytest.raises(UserError, match="is read from a disk alone: copy gs://bucket/books to one"):
+        open_source(TfdsSource(folder="gs://bucket/books"))
+
+
 def test_missing_field(data_dir):
     source = open_source(TfdsSource(folder=str(data_dir), dataset="books"))
     with pytest.raises(UserError, match="has no field 'text'; it has 'book_text', 'book_title'"):

@@ -91,7 +91,7 @@ class Source:
     passed_over: str = ""
     """A sentence about the files of the folder that are not read, and why."""
     place: str = ""
-    """The folder of the files, if the config does not name it."""
+    """The folder of the files, which not every config names."""
 
     def references(self) -> Iterator[Reference]:
         """All documents."""
@@ -295,12 +295,12 @@ def _content(file: SourceFile) -> str:
         with file.path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except refusals() as error:
-        check_disk(file.path, error)
+        raise_if_remote(file.path, error)
         return "unreadable"  # It will be listed among the bad documents.
 
 
-def check_disk(path: AnyPath, error: Exception) -> None:
-    """Raises a UserError if a file that can't be read is in an object store, where the others can't be read, either."""
+def raise_if_remote(path: AnyPath, error: Exception) -> None:
+    """Raises a UserError if a file that can't be read is in an object store, where others would fail, too."""
     if is_remote(path):
         raise UserError(f"{path} can't be read: {one_line(error)}; the same command tries it again") from None
 

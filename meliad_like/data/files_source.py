@@ -20,8 +20,8 @@ from meliad_like.data.documents import (
     Source,
     SourceConfig,
     SourceFile,
-    check_disk,
     decode,
+    raise_if_remote,
 )
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
 from meliad_like.errors import UserError, refusals
@@ -166,7 +166,7 @@ def read_files(
         try:
             text = decode(read_whole(root / file), str(root / file), encoding)
         except refusals() as error:
-            check_disk(root / file, error)
+            raise_if_remote(root / file, error)
             link = ", a link" if os.path.islink(root / file) else ""
             reason = getattr(error, "strerror", error) or error
             raise BadDocumentError(

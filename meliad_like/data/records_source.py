@@ -24,14 +24,14 @@ from meliad_like.data.documents import (
     Reference,
     Source,
     SourceFile,
-    check_disk,
     decode,
     raise_bad_document,
+    raise_if_remote,
 )
 from meliad_like.data.files_source import list_files
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_path
 from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, absolute, version
+from meliad_like.remote import AnyPath, Version, absolute, is_remote, version
 from meliad_like.resumable import parse_json
 
 if sys.version_info >= (3, 14):
@@ -140,7 +140,7 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
                     yield partial(self.read, record, f"{file}:{number}", split)
         except (*refusals(), *self.damage()) as error:
             if not isinstance(error, self.damage()):
-                check_disk(path, error)
+                raise_if_remote(path, error)
             text = getattr(error, "strerror", None)
             reason = f"can't be read: {text}" if text else f"{self.unreadable}: {error}"
             yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
@@ -219,15 +219,16 @@ class ParquetSource(RecordFilesSourceConfig):
     def records(self, path: AnyPath) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
 
-        file = parquet.ParquetFile(path.open("rb"))
-        names = file.schema_arrow.names
-        fields = [name for name in (self.text_field, self.name_field, self.unscored_field) if name]
-        if not set(fields) <= set(names):
-            # The error of each row lists the fields that there are.
-            yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
-            return
-        for rows in file.iter_batches(ROWS_AT_ONCE, columns=[*fields, *({SPLIT_FIELD} & set(names))]):
-            yield from _with_bytes(rows).to_pylist()
+        with path.open("rb") as raw:
+            file = parquet.ParquetFile(raw)
+            names = file.schema_arrow.names
+            fields = [name for name in (self.text_field, self.name_field, self.unscored_field) if name]
+            if not set(fields) <= set(names):
+                # The error of each row lists the fields that there are.
+                yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
+                return
+            for rows in file.iter_batches(ROWS_AT_ONCE, columns=[*fields, *({SPLIT_FIELD} & set(names))]):
+                yield from _with_bytes(rows).to_pylist()
 
     def damage(self) -> tuple[type[Exception], ...]:
         from pyarrow import ArrowException
@@ -280,6 +281,8 @@ class TfdsSource(RecordsSourceConfig):
 
     def _version_folder(self) -> AnyPath:
         root = self.existing_folder()
+        if is_remote(root):
+            raise UserError(f"a dataset of TensorFlow Datasets is read from a disk alone: copy {root} to one")
         if (root / INFO_NAME).exists():
             return root
         versions = sorted(path.parent for path in (root / self.dataset).rglob(INFO_NAME))
