@@ -12,7 +12,7 @@ from backports import zstd
 from fake_gcs import DROPPED, fake_gcs
 
 from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
-from meliad_like.data.files_source import TextSource
+from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare, prepare_part
 from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import STORE_NAME, TokenStore
@@ -207,8 +207,13 @@ def test_documents_that_changed_in_a_bucket(bucket, tmp_path):
     bucket.put("docs/3.txt", b"another")
     with pytest.raises(UserError, match="documents in gs://bucket/docs, which have changed since"):
         prepare(TextSource(folder="gs://bucket/docs"), BYTES, tmp_path / "store", 1)
+    # Machines that have the store alone: the documents are not there, or not for them.
     bucket.objects.clear()
     TokenStore(tmp_path / "store").check_documents(TextSource(folder="gs://bucket/docs"))
+    bucket.refuse = lambda method, name: 403
+    TokenStore(tmp_path / "store").check_documents(TextSource(folder="gs://bucket/docs"))
+    with pytest.raises(UserError, match="the token store gs://bucket/store can't be written or read: Forbidden"):
+        prepare(StandardLibrarySource(), BYTES, "gs://bucket/store", 1)
 
 
 def test_a_store_is_made_in_a_bucket(folders, bucket, cache, tmp_path, capsys):
@@ -218,7 +223,8 @@ def test_a_store_is_made_in_a_bucket(folders, bucket, cache, tmp_path, capsys):
     with pytest.raises(UserError, match="--part makes a part of a token store on a disk .*, not of gs://bucket/store"):
         prepare_part(config, BYTES, "gs://bucket/store", 1, 2)
     bucket.refuse = lambda method, name: 403 if method == "POST" and name == "store/train/tokens.bin" else None
-    with pytest.raises(UserError, match="gs://bucket/store can't be written to: .*; the same command copies the token"):
+    refused = "^the token store gs://bucket/store can't be written or read: [^\\n]*; the same command tries again$"
+    with pytest.raises(UserError, match=refused):
         prepare(config, BYTES, "gs://bucket/store", 1)
     with pytest.raises(UserError, match="there is no token store at gs://bucket/store"):
         TokenStore("gs://bucket/store")

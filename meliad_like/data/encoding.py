@@ -148,7 +148,7 @@ def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocume
         if part:
             ids = vocabulary.encode_continuation(part) if tokens else vocabulary.encode(part)
             tokens.append(ids.astype(token_dtype(vocabulary.size)))
-            if i % 2:
+            if i % 2 and len(ids):
                 unscored.append((place, place + len(tokens[-1])))
             place += len(tokens[-1])
     all_tokens = np.concatenate(tokens)

@@ -93,18 +93,19 @@ def prepare(
     opened = open_source(source)
     if is_remote(folder):
         place, local = any_path(folder), cache_folder("prepared") / quote(os.fspath(folder), safe="")
-        if local.exists() or not _reuse(place, source, opened, vocabulary, console):
-            made = prepare(source, vocabulary, local, num_workers, for_training=for_training)
-            console.print(f"copying the token store to {place}")
-            try:
+        try:
+            if local.exists() or not _reuse(place, source, opened, vocabulary, console):
+                made = prepare(source, vocabulary, local, num_workers, for_training=for_training)
+                console.print(f"copying the token store to {place}")
                 copy_folder(epath.Path(local), place, last=STORE_NAME)
-            except refusals() as error:
-                why = f"{place} can't be written to: {one_line(error)}; the same command copies the token store"
-                raise UserError(why) from None
-            copy = cache_folder("stores") / made.fingerprint
-            copy.parent.mkdir(exist_ok=True)
-            shutil.rmtree(local) if copy.exists() else local.rename(copy)
-        return TokenStore(place)
+                copy = cache_folder("stores") / made.fingerprint
+                copy.parent.mkdir(exist_ok=True)
+                shutil.rmtree(local) if copy.exists() else local.rename(copy)
+            return TokenStore(place)
+        except refusals() as error:
+            raise UserError(
+                f"the token store {place} can't be written or read: {one_line(error)}; the same command tries again"
+            ) from None
     folder, parts = _places(folder)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):

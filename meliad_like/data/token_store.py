@@ -262,9 +262,13 @@ class TokenStore:
         A folder that was moved is the same one, and it may be missing on machines that only have the store.
         """
         folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
-        if not folder or (same_folder and not any_path(folder).exists()):
+        try:
+            is_there = bool(folder) and any_path(folder).exists()
+        except refusals():  # This machine may have no access to the documents.
+            is_there = False
+        if not folder or (same_folder and not is_there):
             return
-        if not any_path(folder).exists():
+        if not is_there:
             change = f"and FolderSourceConfig.folder = {folder!r} does not exist"
         else:
             opened = open_source(source)
