@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -193,7 +193,7 @@ def copy_folder(source: epath.Path, target: epath.Path, last: str = "") -> None:
             shutil.copyfileobj(read, written, CHUNK_BYTES)
 
 
-def from_hub(path: epath.PathLike, patterns: Sequence[str]) -> epath.PathLike:
+def from_hub(path: epath.PathLike, patterns: Iterable[str]) -> epath.PathLike:
     """The folder in the Hub's own cache with the files that match the patterns of hf://ORG/NAME or
     hf://ORG/NAME@REVISION, of which those that are not there are downloaded; another path is returned unchanged."""
     if not os.fspath(path).startswith("hf://"):

@@ -191,7 +191,8 @@ def open_model(
 
 
 def _from_hub(folder: epath.PathLike) -> epath.PathLike:
-    return from_hub(folder, [pattern for each in FOREIGN_FORMATS.values() for pattern in each.files])
+    # A generator, because formats of other programs are not imported for our own models.
+    return from_hub(folder, (pattern for each in FOREIGN_FORMATS.values() for pattern in each.files))
 
 
 def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
