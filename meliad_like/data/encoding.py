@@ -146,12 +146,13 @@ def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocume
     parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
     for i, part in enumerate(parts):
         if part:
-            ids = vocabulary.encode_continuation(part) if tokens else vocabulary.encode(part)
-            tokens.append(ids.astype(token_dtype(vocabulary.size)))
-            if i % 2 and len(ids):
+            encode = vocabulary.encode_continuation if tokens else vocabulary.encode
+            # Not two copies of a large document at once.
+            tokens.append(encode(part).astype(token_dtype(vocabulary.size)))
+            if i % 2 and len(tokens[-1]):
                 unscored.append((place, place + len(tokens[-1])))
             place += len(tokens[-1])
-    all_tokens = np.concatenate(tokens)
+    all_tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
     return Encoded(
         document.name,
         document.split,
