@@ -10,7 +10,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Kind
-from meliad_like.optimization.averages import gradient_point
+from meliad_like.optimization.averages import begin_at, gradient_point
 from meliad_like.optimization.optimizers import (
     OPTIMIZERS,
     Adafactor,
@@ -19,6 +19,8 @@ from meliad_like.optimization.optimizers import (
     OptimizerConfig,
     ScheduleFree,
     applied_rate,
+    by_kind,
+    decayed,
     make_optimizer,
     orthogonal,
 )
@@ -135,6 +137,20 @@ def test_weight_decay_is_for_matrices_tables_and_filters(name, removed):
         np.testing.assert_array_equal(still, np.zeros((2, 3)))
 
 
+def test_without_kinds_names_say_what_parameters_are():
+    kind = ""
+    for line in Path(__file__).with_name("parameter_kinds.txt").read_text().splitlines():
+        if line.startswith("# "):
+            kind = line.removeprefix("# ")
+        elif line and not line.startswith("#"):
+            assert by_kind(str, None, {line: jnp.ones((2, 2))}) == {line: kind}
+    params = {"kernel": jnp.ones((2, 2)), "step_bias": jnp.ones((2, 2))}
+    assert decayed(params) == {"kernel": True, "step_bias": False}
+    optimizer = make_optimizer(Adam(), lambda step: 0.1)
+    with pytest.raises(UserError, match="the name of parameter a/b doesn't say what it is"):
+        optimizer.init({"a": {"b": jnp.ones(2)}})
+
+
 def test_a_factor_on_the_rate_of_some_parameters():
     params = {"a": {"b": jnp.full(3, 2.0)}, "c": jnp.ones(2), "d": jnp.ones(2)}
     rate = lambda step: jnp.float32(0.1)  # noqa: E731
@@ -226,6 +242,13 @@ def test_averages_by_hand():
     averages, points, state = averages_and_points(make_optimizer(Adam(average_decay=0.5), lambda step: 1.0, KERNEL), 3)
     one, two, three = *points[1:], state.trained["kernel"]
     np.testing.assert_allclose(averages[2], (0.25 * one + 0.5 * two + three) / 1.75, rtol=1e-6)
+
+
+def test_a_run_with_an_average_begins_at_loaded_parameters():
+    fresh, loaded = {"kernel": jnp.ones((2, 2))}, {"kernel": jnp.full((2, 2), 3.0)}
+    for config in Adam(average_decay=0.5), ScheduleFree(), Adam():
+        state = make_optimizer(config, lambda step: 0.1, KERNEL).init(fresh)
+        np.testing.assert_array_equal(gradient_point(loaded, begin_at(loaded, state))["kernel"], loaded["kernel"])
 
 
 def test_muon_makes_matrices_orthogonal():
