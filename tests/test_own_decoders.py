@@ -179,7 +179,15 @@ def test_transformers_writes_what_we_write(tmp_path):
     padded = {"input_ids": whole.sequences[:, :3], "attention_mask": whole.sequences.new_tensor([[0, 1, 1]])}
     with pytest.raises(ValueError, match="can't be padded on the left: read them one by one"):
         model(**padded)
-    assert model(**(padded | {"attention_mask": padded["attention_mask"].flip(1).bool()})).logits.shape == (1, 3, 257)
+    padded["attention_mask"] = padded["attention_mask"].flip(1).bool()
+    outputs = model(**padded)
+    assert outputs.logits.shape == (1, 3, 257)
+    # A memory would have read the padding.
+    assert outputs.past_key_values is None
+    with pytest.raises(ValueError, match="different lengths can't be continued side by side"):
+        model.generate(**padded, max_new_tokens=1)
+    with pytest.raises(ValueError, match="attention_mask may only say what is padding"):
+        model(padded["input_ids"], attention_mask=whole.sequences.new_ones(1, 1, 3, 3))
 
 
 @needs_torch

@@ -331,9 +331,11 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
         Documents that are packed side by side in one row, whose `position_ids` begin again, are read apart.
 
         Returns the logits [b, n, v] of the next tokens, or of the last `logits_to_keep` or at these places, and the
-        memory; the gradient ends there. `hidden_states` are [b, n, d] of the embedding and of each layer, the last one
-        after the final norm.
+        memory, none where texts are padded; the gradient ends there. `hidden_states` are [b, n, d] of the embedding and
+        of each layer, the last one after the final norm.
         """
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError("attention_mask may only say what is padding, [b, n]: position_ids pack documents")
         if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
             raise ValueError("documents of different lengths can't be padded on the left: read them one by one")
         if output_attentions or (output_attentions is None and self.config.output_attentions):
@@ -355,7 +357,8 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             hidden_states=(*outputs, last) if wants_hidden else None,
-            **{CACHE: memory if use_cache else None},
+            # It would have read the padding.
+            **{CACHE: memory if use_cache and (attention_mask is None or attention_mask.all()) else None},
         )
         return result.to_tuple() if return_dict is False else result
 
@@ -389,6 +392,8 @@ class MeliadLikeForCausalLM(PreTrainedModel, GenerationMixin):
         return begins
 
     def prepare_inputs_for_generation(self, input_ids, cache=None, past_key_values=None, attention_mask=None, **kwargs):
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("texts of different lengths can't be continued side by side: continue them one by one")
         memory = cache or past_key_values
         inputs = {"input_ids": input_ids[:, memory.position if memory else 0 :], "attention_mask": attention_mask}
         passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions")
