@@ -150,6 +150,15 @@ def test_mistakes_are_named(bindings, change, message):
         set_up(parse([*bindings, change]))
 
 
+def test_a_store_that_is_given_twice_is_refused(bindings, tmp_path):
+    """Also under another name."""
+    store = parse(bindings).data.store
+    (tmp_path / "again").symlink_to(store)
+    for other in (store, tmp_path / "again"):
+        with pytest.raises(UserError, match="have the same documents: name one of them"):
+            set_up(parse(bindings, f"MixtureReaderConfig.other_stores = ('{other}',)"))
+
+
 def test_stores_of_different_vocabularies_are_refused(bindings, tmp_path):
     run = parse(bindings, "VocabularyConfig.size_multiple = 16")
     prepare(run.source, run.vocabulary, tmp_path / "other", num_workers=1)

@@ -131,6 +131,12 @@ class MixtureReaderConfig(ReaderConfig):
                     f"the token stores {first.folder} and {other.folder} have different vocabularies: prepare the "
                     f"second with that of the first (FileVocabularyConfig.model_file = '{first.folder}')"
                 )
+        for one, other in itertools.combinations(stores, 2):
+            if one.fingerprint == other.fingerprint:
+                raise UserError(
+                    f"the token stores {one.folder} and {other.folder} have the same documents: name one of them, with "
+                    "the sum of their MixtureReaderConfig.weights"
+                )
         return stores
 
     def documents(self, stores: Sequence[TokenStore], split: str) -> Documents:
