@@ -217,6 +217,7 @@ PUBLISHED = {
         "test/chunk1/example_holdout_1.jsonl.zst": "test",
     },
     "C4": {"en/c4-train.00000-of-01024.json.gz": "train", "en/c4-validation.00000-of-00008.json.gz": "validation"},
+    "IWSLT": {"trn.jsonl": "train", "TED.dev2010.jsonl": "validation", "TED.tst2014.jsonl": "test"},
     "the Pile": {"train/00.jsonl.zst": "train", "val.jsonl.zst": "validation", "test.jsonl.zst": "test"},
     "MMLU": {
         "auxiliary_train/a.jsonl": "train",
@@ -259,6 +260,7 @@ def test_words_inside_of_words_titles_and_repositories_are_not_splits(tmp_path):
         (("wiki/test.txt", "a.txt"), "such as wiki/test.txt.*, but a.txt is not: "),
         (("dev/0.txt", "devtest/0.txt"), "such as dev/0.txt.*, but devtest/0.txt is not: "),
         (("train/test.txt",), "train/test.txt is named after several splits .test, train.: "),
+        (("train/test-00000-of-00001.txt",), "of-00001.txt is named after several splits .test, train.: "),
         (("evaluation/train.txt",), "evaluation/train.txt is named after several splits .train, validation.: "),
         (("test/1/train/0.txt",), "test/1/train/0.txt is named after several splits .test, train.: "),
     ],
@@ -274,6 +276,9 @@ def test_shares_are_held_out_where_only_train_is_named_further_down(tmp_path):
     folder = write(tmp_path, **{f"wiki__train__{i}": "x" for i in range(200)})
     assert {split for split, _ in documents(kind="text", folder=folder, test_share=0.2)} == set(SPLITS)
     assert {split for split, _ in documents(kind="text", folder=f"{folder}/wiki", test_share=0.2)} == {"train"}
+    # Some paths begin with it.
+    write(tmp_path, train__0="x")
+    assert {split for split, _ in documents(kind="text", folder=folder, test_share=0.2)} == set(SPLITS)
 
 
 def test_names_stay_unique(tmp_path):

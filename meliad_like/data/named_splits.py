@@ -23,9 +23,9 @@ from meliad_like.data.documents import SourceConfig
 from meliad_like.errors import UserError
 from meliad_like.remote import AnyPath
 
-WORDS = dict.fromkeys(("train", "training"), "train")
+WORDS = dict.fromkeys(("train", "training", "trn"), "train")
 WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eval", "evaluation"), "validation")
-WORDS |= dict.fromkeys(("test", "testing", "heldout", "holdout"), "test")
+WORDS |= dict.fromkeys(("test", "testing", "tst", "heldout", "holdout"), "test")
 
 
 VAGUE = ("eval", "evaluation", "heldout", "holdout")
