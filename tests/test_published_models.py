@@ -6,6 +6,7 @@ part of a document read as a document of its own, the loss, gradients, and a gre
 transformers' own error in float32, relative to the largest logit. All parameters are random, norms and biases too.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -35,6 +36,7 @@ from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
+from meliad_like.optimization.optimizers import by_kind
 from meliad_like.planning.description import describe
 from meliad_like.run.opening import config_for_training
 from meliad_like.training.program import make_program, num_trained
@@ -70,6 +72,11 @@ def assert_logits(logits, expected, name):
 
 def no_starts(b, blocks):
     return np.zeros((b, blocks), bool)
+
+
+def test_names_say_what_the_parameters_are(case):
+    model = case[0].model
+    assert by_kind(str, None, model.abstract_params) == model.kinds
 
 
 # The tests read 9 and 3 blocks of two lanes and decode 24 tokens or one, so that they share their programs.
@@ -233,6 +240,29 @@ def test_what_cannot_be_honoured_is_named(tmp_path, name, changes, message):
         meliad_like.load(folder)
 
 
+def test_a_tensor_with_one_row_more_is_refused(tmp_path):
+    folder, name = copied("mamba2", tmp_path / "folder", {}), "backbone.layers.0.mixer.in_proj.weight"
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors[name] = np.append(tensors[name], tensors[name][:1], axis=0)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{name} has (\d+) rows, its config asks for \d+"):
+        meliad_like.load(folder)
+
+
+def test_an_output_embedding_that_is_not_tied_as_stated_is_refused(tmp_path):
+    """Newer versions of transformers use it, older ones the embedding; equal ones are no difference."""
+    folder = copied("mamba2", tmp_path / "folder", {})
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    for factor, refusal in (
+        (1, contextlib.nullcontext()),
+        (2, pytest.raises(UserError, match="lm_head.weight is not")),
+    ):
+        again = factor * tensors["backbone.embeddings.weight"]
+        safetensors.numpy.save_file(tensors | {"lm_head.weight": again}, folder / "model.safetensors")
+        with refusal:
+            meliad_like.load(folder)
+
+
 @pytest.mark.parametrize(
     "name, changes",
     [
@@ -240,6 +270,7 @@ def test_what_cannot_be_honoured_is_named(tmp_path, name, changes, message):
         ("recurrent_gemma", {"block_types": None, "_block_types": ["recurrent", "recurrent", "attention"]}),
         ("recurrent_gemma", {"rope_parameters": None, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
         ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"]}),
+        ("granite_hybrid", {"position_embedding_type": None}),
         ("olmo_hybrid", {"rope_parameters": None, "rope_theta": None}),
         ("falcon_h1", {"rope_parameters": None, "rope_theta": 1e11, "rope_scaling": None, "mamba_use_mlp": True}),
     ],
@@ -247,6 +278,13 @@ def test_what_cannot_be_honoured_is_named(tmp_path, name, changes, message):
 def test_older_files_say_the_same(tmp_path, name, changes):
     old, new = (meliad_like.load(x) for x in (copied(name, tmp_path / "folder", changes), GOLDEN / name))
     assert dataclasses.replace(old.model.config, published="") == dataclasses.replace(new.model.config, published="")
+
+
+def test_limits_of_steps_are_read(tmp_path):
+    [mixer] = meliad_like.load(
+        copied("mamba2", tmp_path / "folder", {"time_step_limit": [0.01, 0.1]})
+    ).model.config.mixers
+    assert (mixer.min_step, mixer.max_step) == (0.01, 0.1)
 
 
 def test_stated_positions_do_not_limit_full_attention(tmp_path):

@@ -32,6 +32,7 @@ from meliad_like.conversion.tensor_files import (
     CONFIG_NAME,
     INDEX_NAME,
     TENSORS_NAME,
+    check_tied,
     opened,
     read_tensor,
     save_tensors,
@@ -93,12 +94,12 @@ def read_huggingface(folder: str | Path, dtype: ActivationDtype = "float32") -> 
     prefix = "transformer." if config.architecture == "gpt2" and "wte.weight" in files else ""
     # A model without its output layer is saved without the prefix.
     names = {prefix + name: name for name in files if not name.endswith(CONSTANTS)}
-    if config.tied_embedding:
-        names.pop("lm_head.weight", None)
+    again = names.pop("lm_head.weight", None) if config.tied_embedding else None
     template, places = Model(config, size).abstract_params_in(dtype), PLACES[config.architecture]
     params = fill_parameters(
         template, names, places, lambda name: read_tensor(files[names[name]], names[name]), str(folder)
     )
+    check_tied(files, again, params["embedding"], folder)
     if (folder / RECURRENCE_NAME).exists():
         config, recurrence = _read_recurrence(folder / RECURRENCE_NAME, config, size, dtype)
         params |= {"recurrence": recurrence}

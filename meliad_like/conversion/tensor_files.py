@@ -1,6 +1,6 @@
 """Folders of safetensors files, as Hugging Face's transformers writes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,20 @@ def read_tensor(path: Path, name: str) -> np.ndarray:
         if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise UserError(f"{path}: tensor {name} is {dtype}, and not {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         return file.get_tensor(name)
+
+
+def check_tied(files: Mapping[str, Path], name: str | None, embedding: Any, owner: str | Path) -> None:
+    """Checks the tensor of the output embedding, if there is one, of a model whose config.json says that the embedding
+    is used again.
+
+    Raises:
+      UserError: it has other numbers. Versions 4 of transformers use the embedding nevertheless, later ones don't.
+    """
+    if name is not None and not np.array_equal(read_tensor(files[name], name).astype(embedding.dtype), embedding):
+        raise UserError(
+            f"{owner}: {name} is not the embedding, as config.json says: set tie_word_embeddings to false there to use "
+            "it, or remove it"
+        )
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -11,7 +11,14 @@ from etils import epath
 from meliad_like.config import Changes, RunConfig, bound_values, fit, parse
 from meliad_like.conversion.parameters import vocabulary_of
 from meliad_like.conversion.published.family import FAMILIES, Family, Fields, Places, read_parameters, to_tensors
-from meliad_like.conversion.tensor_files import CONFIG_NAME, TENSORS_NAME, read_tensor, save_tensors, tensor_files
+from meliad_like.conversion.tensor_files import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    check_tied,
+    read_tensor,
+    save_tensors,
+    tensor_files,
+)
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.token_ids_vocabulary import TokenIdsVocabularyConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
@@ -69,13 +76,13 @@ def open_published(folder: str | Path, changes: Changes, dtype: ActivationDtype)
     model, files = Model(run.model, vocabulary.size), tensor_files(folder)
     assert isinstance(run.model, DecoderConfig)
     names = {ours: theirs for theirs in files if (ours := family.name(theirs, run.model)) is not None}
-    if run.model.tied_embedding:
-        names.pop("lm_head.weight", None)
+    again = names.pop("lm_head.weight", None) if run.model.tied_embedding else None
 
     def read(name: str) -> np.ndarray:
         return read_tensor(files[names[name]], names[name])
 
     params = read_parameters(family, places, model.abstract_params_in(dtype), names, read, str(folder))
+    check_tied(files, again, params["embedding"], folder)
     return OpenedCheckpoint(run, model, params, vocabulary, 0)
 
 
