@@ -14,7 +14,7 @@ WORKDIR = COMMAND.multi_string("workdir", None, "Folder of a run. Repeatable, fo
 METRIC = COMMAND.string("metric", "bits_per_byte", "Which of the figures in metrics.jsonl.")
 BY = COMMAND.enum("by", "steps", ["steps", "tokens", "seconds"], "The horizontal axis; tokens: those that cost loss.")
 EVALUATION = COMMAND.string("evaluation", None, "What evaluate --compare --output wrote: adds the compressors.")
-OUTPUT = COMMAND.output("output", "The picture. Default: METRIC.png in the first run's folder, if on a disk.")
+OUTPUT = COMMAND.output("output", "The picture. Default: METRIC.png in the first run's folder, if on disk.", "picture")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 CHUNK_BYTES = 1 << 24
 AnyPath: TypeAlias = Path | epath.Path
 """`pathlib`'s path on a disk, `epath`'s in an object store."""
-Output = Literal["file", "folder", "any"]
+Output = Literal["file", "picture", "folder", "any"]
 """The kind of path to which results are written."""
 
 
@@ -156,10 +156,17 @@ def flush_all(folder: str | os.PathLike[str]) -> None:
 
 def check_output(path: epath.PathLike, flag: str, kind: Output = "file") -> None:
     """Checks before the work that its results can be written to the path given as `flag`."""
+    place = Path(path).absolute()
+    if kind == "picture":
+        # Takes part of a second to import, which other commands don't need.
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        formats = FigureCanvasBase.get_supported_filetypes()
+        if place.suffix.lower().removeprefix(".") not in formats:
+            raise UserError(f"--{flag}={path} must end with one of .{', .'.join(sorted(formats))}")
     if is_remote(path):
         return
-    place = Path(path).absolute()
-    if kind == "file" and place.is_dir():
+    if kind in ("file", "picture") and place.is_dir():
         raise UserError(f"--{flag}={path} is a folder: name a file in it")
     if kind == "folder" and place.exists() and not place.is_dir():
         raise UserError(f"--{flag}={path} is a file: name a folder")

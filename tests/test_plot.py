@@ -10,6 +10,7 @@ import pytest
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation import pictures
+from meliad_like.remote import check_output
 
 
 @pytest.fixture
@@ -83,8 +84,9 @@ def test_a_picture_of_a_single_point(tmp_path):
 
 @pytest.mark.parametrize("name", ["loss.txt", "loss"])
 def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
-    with pytest.raises(UserError, match=rf"--output=.*{name} must end with one of \..*\.png, "):
-        pictures.draw({"train": pd.Series([9.0], [10])}, {}, "loss", tmp_path / name)
+    for flag, path in ("output", tmp_path / name), ("heat_map", f"gs://bucket/{name}"):
+        with pytest.raises(UserError, match=rf"--{flag}=.*{name} must end with one of \..*\.png, "):
+            check_output(path, flag, "picture")
 
 
 def test_levels_are_the_compressors(tmp_path):

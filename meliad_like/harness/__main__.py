@@ -35,7 +35,7 @@ FIRST_TOKENS = COMMAND.bool(
 )
 LOG_SAMPLES = COMMAND.bool("log_samples", False, "Write the items with the model's answers to --output, too.")
 OUTPUT = COMMAND.output("output", "JSON file for the results.")
-HEAT_MAP = COMMAND.output("heat_map", "PNG file: scores of needle tasks by length and depth (RULER's).")
+HEAT_MAP = COMMAND.output("heat_map", "PNG file: scores of needle tasks by length and depth (RULER's).", "picture")
 
 
 def main() -> None:
