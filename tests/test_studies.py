@@ -180,7 +180,7 @@ def test_missing_things_are_named(runs):
     with pytest.raises(UserError, match="--part=melodi: the model of .* carries window and recurrent_states"):
         memory_use.run(StudyRequest(first), part=("melodi",))
     with pytest.raises(UserError, match="--kind=shuffled needs two documents"):
-        memory_use.run(StudyRequest(first, document=("two",)))
+        memory_use.run(StudyRequest(first, document=("two", "two")))
     with pytest.raises(
         UserError, match="what the model of .* remembers depends on where segments end: change Dec.*.clear_st"
     ):

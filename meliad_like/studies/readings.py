@@ -117,7 +117,8 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:
         if name not in split.names:
             some = ", ".join(split.names[:5])
             raise UserError(f"--document={name} is not in {request.split}, which has {len(split)}: {some}, ...")
-    indices = [split.names.index(name) for name in request.document]
+    # A document that is named twice counts once.
+    indices = [split.names.index(name) for name in dict.fromkeys(request.document)]
     if not indices:
         order = random_order(len(split))
         # A document of one token has nothing to predict.
