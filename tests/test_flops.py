@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from decoders import with_mixer
 
+from meliad_like.layers.feedforward import GatedFeedForward
+from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
@@ -52,6 +54,19 @@ def test_recurrence_costs_about_one_more_layer():
     slide = DecoderConfig(**sizes, window_length=128)
     recurrent = with_states(slide, layers=(-2,), num_states=128).flops(256).forward
     assert recurrent / dataclasses.replace(slide, extra_layers=1).flops(256).forward == pytest.approx(0.972, abs=1e-3)
+
+
+def test_attention_to_a_span_by_hand():
+    """With the sizes that change no result: the blocks in the cache, and how far a token sees."""
+    config = DotProductAttention(span=2 * 512 + 1, num_key_heads=2, gate=True)
+    d, h, k = SLIDE.model_width, SLIDE.num_heads, SLIDE.head_size
+    assert config.ring(SLIDE.shape) == 3
+    assert config.traits(SLIDE.shape).attends_to(np.array([0, 5, 10**6])).tolist() == [0, 5, 1024]
+    assert config.flops(SLIDE.shape).forward == 2 * d * k * (2 * h + 2 * 2) + 4 * 3 * 512 * h * k
+
+
+def test_a_gated_network_by_hand():
+    assert GatedFeedForward().flops(8, 20).forward == 3 * 2 * 8 * 20
 
 
 def test_feedback_and_memory_by_hand():

@@ -61,6 +61,7 @@ def test_the_entries_of_five_layers(layers, expected):
         (("a", ((0, 4, 8), "b")), 4, 3, ("a", "b")),
         # An entry that no layer of the whole stack has is in none of the smaller one.
         (("a", (tuple(range(12)), "b")), 4, 3, ("a", ((0, 1, 2), "b"))),
+        (("a", (tuple(range(6)), "b"), (tuple(range(6, 12)), "c")), 12, 2, ("b", "c")),
     ],
 )
 def test_a_smaller_stack_of_twelve_layers_keeps_all_entries(layers, divisor, fewer, expected):

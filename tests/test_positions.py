@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from ways import V, W, check_token_by_token
 
+from meliad_like.layers.rotary import LinearScaling, RotaryTable, YarnScaling
 from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal, OrthogonalBias, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -76,6 +77,20 @@ def test_rotary_with_the_unit_of_the_reference():
             x = np.swapaxes(ARRAYS[f"rotary/{tile}/{what}"], 1, 2)
             rotated = rotary.placed(x, first + np.arange(x.shape[2]))
             np.testing.assert_allclose(np.swapaxes(rotated, 1, 2), ARRAYS[f"rotary/{tile}/rotated_{what}"], atol=1e-5)
+
+
+def test_turns_of_far_places_are_exact():
+    """The errors of wavelengths that are rounded to float32 would grow with the place."""
+    places = np.array([0, 1, 8191])
+    turns = RotaryTable(12, 10_000.0, LinearScaling(factor=4.0)).of(places)
+    angle = places[:, None] * 10_000.0 ** (-np.arange(6) / 6) / 4
+    np.testing.assert_allclose(turns, [np.cos(angle), np.sin(angle)], atol=1e-7)
+
+
+def test_a_limit_of_yarn_may_lie_beyond_the_last_pair():
+    """The pairs 2.3 and 3.8, of which the authors' code makes 2 and 4, turn 32 times and once in 40,000 tokens."""
+    scaling = YarnScaling(factor=4.0, original_positions=40_000)
+    np.testing.assert_allclose(scaling.share_kept(8, 10_000.0), [1, 1, 1, 0.5])
 
 
 def test_alibi_as_published():

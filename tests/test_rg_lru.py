@@ -60,12 +60,12 @@ def bind(params):
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-@jax.jit
-def read(params, x, positions, carry):
-    """The mixer and the output projection; every token may begin a document."""
+@functools.partial(jax.jit, static_argnames="w")
+def read(params, x, positions, carry, w=1):
+    """The mixer and the output projection; every block of `w` tokens may begin a document."""
     bound = bind(params)
     mixer = bound.mixers["rg_lru"]
-    mixer.w = 1
+    mixer.w = w
     carry = mixer.init_carry(len(x), x.dtype) if carry is None else carry
     result, carry = mixer(x, LayerContext(positions, {}), carry, None)
     return bound.output(result), carry
@@ -100,7 +100,8 @@ def test_outputs_are_those_of_the_released_code(name):
     assert_as_exact(y, a, "y")
     check_carry(carry, a, "")
     one = np.broadcast_to(np.arange(a["x"].shape[1]), a["segment_pos"].shape)
-    assert_as_exact(read(params_of(a), a["x"], one, None)[0], a, "y_one_document")
+    for w in 1, a["x"].shape[1]:
+        assert_as_exact(read(params_of(a), a["x"], one[:, ::w], None, w=w)[0], a, "y_one_document")
     y, carry = read(params_of(a), a["x"], one + 5, carry_of(a, "0", 5))
     assert_as_exact(y, a, "y_from0")
     check_carry(carry, a, "_from0")
