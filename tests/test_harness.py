@@ -147,6 +147,8 @@ def test_the_most_likely_continuation_is_found(states):
         [(("", ""), list(BOOK.encode()), tokens) for tokens in (written, [1, *written])]
     )
     assert [greedy for _, greedy in found] == [True, False]
+    with pytest.raises(UserError, match="text 1 of the batch: token 400 is not in the vocabulary of 257"):
+        model._loglikelihood_tokens([(("", ""), [1], [2]), (("", ""), [1], [400])])
 
 
 @pytest.mark.parametrize("num_tokens", [1, W + 1])

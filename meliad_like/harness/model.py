@@ -28,7 +28,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN
+from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, check_tokens
 from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
@@ -154,8 +154,13 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """`loglikelihood` of tokens, for those who have encoded the texts themselves."""
+        """`loglikelihood` of tokens, for those who have encoded the texts themselves.
+
+        Raises:
+          UserError: a token is not in the vocabulary.
+        """
         texts = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
+        check_tokens([np.array([*x, *y], int) for x, y in texts], self.lm.vocabulary.size)
         return self._answers([Question(i, (*x, *y), len(y)) for i, (x, y) in enumerate(texts)])
 
     def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
