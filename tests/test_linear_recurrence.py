@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.kernels.convolution_tpu import convolve_in_kernel
 from meliad_like.layers import linear_recurrence
 from meliad_like.layers.linear_recurrence import Rule, convolve, inverse_of_unit_triangular, read_chunks, read_token
 from meliad_like.mixers.mamba2 import Mamba2
@@ -177,7 +178,8 @@ def test_equal_decays_of_all_channels_are_a_decay_of_the_head():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_the_convolution_sees_no_other_document():
+@pytest.mark.parametrize("convolve", [convolve, functools.partial(convolve_in_kernel, interpret=True)])
+def test_the_convolution_sees_no_other_document(convolve):
     inputs, filters = np.arange(1.0, 9).reshape(1, 8, 1), np.array([[1000.0], [100.0], [10.0]])
     recent, start = np.array([[[-1.0], [-2.0]]]), np.array([[False, True]])
     # The second document begins with the fifth token.

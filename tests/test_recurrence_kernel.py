@@ -10,11 +10,11 @@ import pytest
 import test_linear_recurrence as recurrences
 import test_released_mixers as released
 
-from meliad_like.kernels import recurrence_gpu_channels, recurrence_tpu
+from meliad_like.kernels import convolution_tpu, recurrence_gpu_channels, recurrence_tpu
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.recurrence_tpu_programs import inverse_of_unit_triangular
 from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence
-from meliad_like.layers.linear_recurrence import Rule, read_chunks
+from meliad_like.layers.linear_recurrence import Rule, convolve, read_chunks
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import matrix_recurrence
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
@@ -112,6 +112,24 @@ def test_the_inverse_is_more_exact_than_the_values_it_multiplies(noise, strength
     assert np.linalg.norm((inverse - exact) @ values) < 4e-4 * np.linalg.norm(exact @ values)
 
 
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_the_convolution_for_tpus_equals_the_default(monkeypatch, tokens):
+    """A run computes half of a block, or all of it."""
+    monkeypatch.setattr(convolution_tpu, "LARGEST", tokens)
+    generator = np.random.default_rng(0)
+    sizes = (2, 48, 6), (2, 3, 6), (4, 6)
+    arguments = [jnp.asarray(generator.normal(size=size), jnp.float32) for size in sizes]
+    start = jnp.asarray([[False, True, False], [True, False, True]])
+
+    def outputs_and_gradients(convolve):
+        outputs, pull_back = jax.vjp(lambda *x: convolve(*x, start), *arguments)
+        return outputs, *pull_back(jnp.sin(outputs))
+
+    kernel = functools.partial(convolution_tpu.convolve_in_kernel, interpret=True)
+    for ours, default in zip(*map(outputs_and_gradients, (kernel, convolve)), strict=True):
+        np.testing.assert_allclose(ours, default, atol=1e-6 * np.abs(default).max())
+
+
 @recurrences.of_each_kind
 def test_factors_of_products_may_be_bfloat16(kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
@@ -137,6 +155,9 @@ def interpreted(monkeypatch, request):
     kernel = functools.partial(RECURRENCES[request.param], interpret=True)
     jax.clear_caches()
     monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: kernel)
+    if request.param == "tpu":
+        convolution = functools.partial(convolution_tpu.convolve_in_kernel, interpret=True)
+        monkeypatch.setattr(matrix_recurrence, "kernel_of_convolution", lambda *_: convolution)
     yield
     jax.clear_caches()
 

@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
-from meliad_like.kernels import memory_tpu, recurrence_gpu, recurrence_tpu, states_tpu, window_gpu, window_tpu
+from meliad_like.kernels import (
+    convolution_tpu,
+    memory_tpu,
+    recurrence_gpu,
+    recurrence_tpu,
+    states_tpu,
+    window_gpu,
+    window_tpu,
+)
 from meliad_like.kernels.window_gpu import HEAD_SIZES, SMALLEST_TILE
 from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
@@ -95,3 +103,9 @@ def kernel_of_recurrence(name: str, *sizes: Any) -> Callable[..., tuple[Array, A
     """The kernel that belongs to a `recurrence_kernel` and can be compiled for the sizes (see `FITS`); None if none
     does."""
     return RECURRENCES[name] if name in RECURRENCES and FITS[name](*sizes) else None
+
+
+def kernel_of_convolution(name: str, block: int, taps: int, channels: int) -> Callable[..., Array] | None:
+    """The kernel for the short convolution before a recurrence that belongs to a `recurrence_kernel`; None if none
+    does."""
+    return convolution_tpu.convolve_in_kernel if name == "tpu" and convolution_tpu.fits(block, taps, channels) else None

@@ -13,7 +13,7 @@ The short causal convolution of such a layer's inputs is here as well.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -371,12 +371,13 @@ def convolve_segment(
     recent: Float[Array, "b recent channels"],
     filters: Float[Array, "taps channels"],
     start: Bool[Array, "b c"],
+    kernel: Callable[..., Array] | None = None,
 ) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
-    """`convolve` for a device's tokens of a segment, and the inputs of the last tokens, for the next segment. `recent`
-    are the inputs of the last tokens before the whole segment."""
+    """`convolve`, or a kernel that computes it, for a device's tokens of a segment, and the inputs of the last tokens,
+    for the next segment. `recent` are the inputs of the last tokens before the whole segment."""
     newest = inputs[:, inputs.shape[1] - recent.shape[1] :].astype(recent.dtype)
     (before,) = from_left((newest,), (recent,))
-    return convolve(inputs, before, filters, start), newest
+    return (kernel or convolve)(inputs, before, filters, start), newest
 
 
 def convolve_token(

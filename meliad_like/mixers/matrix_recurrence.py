@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.registry import kernel_of_recurrence
+from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_recurrence
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
@@ -97,7 +97,11 @@ class MatrixRecurrence(Mixer):
         def read(rule, matrix):
             return read_segment(rule, matrix, context.start, self.config.chunk(self.shape))
 
-        return self._read(x, num_parts() * x.shape[1], carry, partial(convolve_segment, start=context.start), read)
+        def convolve(inputs, recent, filters):
+            kernel = kernel_of_convolution(self.shape.recurrence_kernel, self.w, *filters.shape)
+            return convolve_segment(inputs, recent, filters, context.start, kernel)
+
+        return self._read(x, num_parts() * x.shape[1], carry, convolve, read)
 
     def step(self, x, context, carry):
         def read(rule, matrix):
