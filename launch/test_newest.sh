@@ -25,7 +25,7 @@ if [[ ! -f .venv-newest/installed || "$(<.venv-newest/installed)" != "$wanted" ]
     printf '%s\n' "$wanted" >.venv-newest/installed
 fi
 
-(($#)) || set -- tests/test_{checkpoints,golden_models,smoke,token_store}.py
+(($#)) || set -- -m "not exhaustive and not thorough" tests/test_{checkpoints,golden_models,smoke,token_store}.py
 export JAX_PLATFORMS=cpu
 say "Running a part of the tests with $(.venv-newest/bin/python --version)"
 PYTHONPATH="$PWD" exec .venv-newest/bin/python -m pytest -n 2 --dist worksteal -q -p no:cacheprovider "$@"

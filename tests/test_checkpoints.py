@@ -361,7 +361,8 @@ def test_two_processes_write_one_checkpoint_and_agree_on_a_damaged_one(tmp_path)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    processes = [forked.Process(["-c", program, port, str(process), str(tmp_path)]) for process in range(2)]
+    words = ["-c", program, port]
+    processes = [forked.Process([*words, str(process), str(tmp_path)], dict(os.environ)) for process in range(2)]
     for process in processes:
         result = process.finish()
         assert result.returncode == 0, result.stderr

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import with_mixer
+from tiny_run import environment
 
 from meliad_like.config import RunConfig
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
@@ -348,7 +349,8 @@ def test_command_line(folder, tmp_path):
 def test_who_reads_may_have_enough(folder, tmp_path, place, status):
     save = [] if place is None else [f"--save_carry={tmp_path / place}"]
     command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", *save]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(1), **pipes) as process:
         process.stdout.close()
         errors = process.stderr.read().decode().splitlines()
     assert process.returncode == status

@@ -51,11 +51,16 @@ def structure_of(settings):
 
 
 def small_models():
-    """The models of all shipped files and rows, made small; of those that differ in their sizes alone the first."""
-    runs = {}
+    """The models of all shipped files and rows, made small; of those that differ in their sizes alone the first. Those
+    that only combine parts and values of others are exhaustive."""
+    runs, seen = {}, set()
     for file in NAMES:
         run, _ = construction.build(collect([file, *needs(file)], []), config.RunConfig, HistorySettings)
-        runs.setdefault(str(structure_of(run.model)), pytest.param(run, id=file))
+        structure = structure_of(run.model)
+        values = {(part, value) for part, *values in structure for value in (None, *values)}
+        marks = [pytest.mark.exhaustive] * (values <= seen)
+        runs.setdefault(str(structure), pytest.param(run, marks=marks, id=file))
+        seen |= values
     return list(runs.values())
 
 

@@ -106,6 +106,12 @@ SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "fe
 SAME = ("lightning_attention", "local_attention")
 MARKED = {name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SAME)) for name in EXAMPLES}
 of_each_mixer = pytest.mark.parametrize("name", MARKED.values())
+# What a program does around a mixer is the same for all that are a MatrixRecurrence: one with corrections, and one with
+# several groups, are in all tests.
+SIMILAR = ("kimi_delta_attention", "retention", "lightning_attention")
+of_each_carry = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SIMILAR)) for name in EXAMPLES]
+)
 # In the second of two layers, which may also have a window, and in both layers alone.
 alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a window", "alone"])
 
@@ -244,7 +250,7 @@ def test_every_parameter_gets_a_gradient(name, alone):
         assert (np.abs(leaf) > 0).any(), jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-@of_each_mixer
+@of_each_carry
 def test_what_is_computed_again_or_in_a_loop_of_layers_is_the_same(name):
     model, params = make(name, alone=True)
     segment, expected = segment_and_gradient(name, alone=True)
@@ -269,7 +275,7 @@ def test_in_bfloat16(name):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-@of_each_mixer
+@of_each_carry
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 1, 1, 8)])
 def test_sharded_equals_unsharded(name, shape):
     model, params = make(name)
@@ -318,7 +324,7 @@ def run(tmp_path_factory):
     return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")
 
 
-@of_each_mixer
+@of_each_carry
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
     # As few layers as possible: programs of training are large.
@@ -364,7 +370,7 @@ def test_operations_are_those_that_xla_counts(name, alone):
         return module.logits(hidden), carry
 
     tokens = jax.ShapeDtypeStruct((2, 64), np.int32)
-    counted = jax.jit(forward).lower(model.abstract_params, tokens).compile().cost_analysis()["flops"]
+    counted = jax.jit(forward).lower(model.abstract_params, tokens).cost_analysis()["flops"]
     assert 0.95 < counted / (tokens.size * model.forward_flops_per_token) < 1.05
 
 

@@ -103,7 +103,13 @@ def make(config: DecoderConfig, seed: int = 0):
     return model, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Others have them with more: "feedback of the last", "two", and "memory and states".
+COMBINED = ("lstm:single", "lstm:skip", "memory")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in COMBINED)) for name in CONFIGS]
+)
 def test_equals_the_dense_model(name):
     model, params = make(CONFIGS[name])
     tokens = tokens_of(2, 4)

@@ -205,7 +205,7 @@ def test_names_that_are_given_twice(tmp_path, parts):
         (documents / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chosen))
     source = JsonLinesSource(folder=str(documents), name_field="id")
     for part in range(parts):
-        prepare_part(source, BYTES, tmp_path / "store", part + 1, parts)
+        prepare_part(source, BYTES, tmp_path / "store", part + 1, parts, num_workers=1)
     with pytest.raises(UserError, match="^documents 1 and 4 of train are both named 'b', .* RecordsSourceConfig.name_"):
         prepare(source, BYTES, tmp_path / "store", 1)
     assert prepare(dataclasses.replace(source, name_field=""), BYTES, tmp_path / "numbered", 1)
