@@ -108,7 +108,7 @@ MARKED = {name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SAM
 of_each_mixer = pytest.mark.parametrize("name", MARKED.values())
 # What a program does around a mixer is the same for all that are a MatrixRecurrence: one with corrections, and one with
 # several groups, are in all tests.
-SIMILAR = ("kimi_delta_attention", "retention", "lightning_attention")
+SIMILAR = (*SAME, "kimi_delta_attention", "retention")
 of_each_carry = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SIMILAR)) for name in EXAMPLES]
 )
