@@ -124,6 +124,7 @@ def test_a_store_of_another_vocabulary_is_refused(workdir, tmp_path):
         open_store(opened, workdir, str(tmp_path / "other"), prepare=False)
 
 
+@pytest.mark.thorough
 def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_path):
     opened = open_checkpoint(workdir)
     settings = SentencePieceVocabularyConfig(size=280)
@@ -134,6 +135,7 @@ def test_the_store_is_made_with_the_vocabulary_of_the_checkpoint(workdir, tmp_pa
     assert store.vocabulary.fingerprint == vocabulary.fingerprint
 
 
+@pytest.mark.thorough
 def test_a_store_of_texts_that_were_edited_is_not_evaluated_in_silence(workdir, tmp_path):
     opened = open_checkpoint(workdir)
     (tmp_path / "texts" / "test").mkdir(parents=True)

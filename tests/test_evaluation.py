@@ -218,6 +218,7 @@ print([document.nats for document in evaluator(params).documents])
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_both_know_every_document(expected):
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])

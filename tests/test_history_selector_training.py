@@ -136,6 +136,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkey
         assert list(read_metrics(tmp_path, kind)) == list(read_metrics(undisturbed, kind))
 
 
+@pytest.mark.thorough
 def test_devices_share_the_pairs_of_a_batch(undisturbed, tmp_path):
     assert train(tmp_path, num_devices=4) == 0
     for one, four in zip(read_metrics(undisturbed), read_metrics(tmp_path), strict=True):
@@ -155,6 +156,7 @@ def test_it_learns_and_keeps_the_best(undisturbed):
     assert not np.array_equal(opened.params["encoder"]["embedding"], encoder["embedding"])
 
 
+@pytest.mark.thorough
 def test_a_selector_learns_what_spans_are_worth(tmp_path):
     """On documents that were not trained on."""
     longer = changed(num_steps=300, batch_size=16, log_every=300, evaluate_every=300, checkpoint_every=0)

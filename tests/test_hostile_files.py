@@ -131,6 +131,7 @@ JSON_VALUES = st.recursive(
 @example([b'{"text": "a", "name": {"text": 1}}'], "", None, "name")
 @example([b'{"text": "a", "name": "\\ud800"}'], "", None, "name")
 @example([b'{"text": ' + b"1" * 5000 + b"}"], "", None, "")
+@pytest.mark.thorough
 def test_json_lines(tmp_path_factory, lines, suffix, damage, name_field):
     path = tmp_path_factory.mktemp("lines") / f"documents.jsonl{suffix}"
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[suffix]

@@ -46,6 +46,7 @@ def test_a_kernel_that_agrees_is_used(checked, monkeypatch, name, dtype, dropout
     assert checked(config, dtype) == ("interpreted", "attention kernel: checked on this device\n")
 
 
+@pytest.mark.thorough
 def test_a_window_that_is_computed_as_two_is_checked(checked, monkeypatch):
     narrow = functools.partial(KERNELS["interpreted"].attend, rows=4, widest=4)
     monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend=narrow))

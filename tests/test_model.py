@@ -192,6 +192,7 @@ def test_what_depends_on_what(name):
         assert (beyond > 0).all()
 
 
+@pytest.mark.thorough
 def test_states_may_reach_no_token_of_their_own_block():
     """A token reads the states from before its block, so without a window only earlier blocks are seen."""
     config = recurrent(CONFIGS["fixed:skip"], num_layers=1, layers=(0,))
@@ -231,6 +232,7 @@ def test_bfloat16():
     assert jax.tree.map(lambda x: x.dtype, decoded) == jax.tree.map(lambda x: x.dtype, carry)
 
 
+@pytest.mark.thorough
 def test_rematerialisation_changes_no_gradient():
     tokens = tokens_of(1, 3)
     config = recurrent(SKIP, num_layers=1, layers=(0,), dropout_rate=0.2)

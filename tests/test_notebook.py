@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.thorough
 def test_it_runs(path, tmp_path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     code = "\n".join("".join(cell["source"]) for cell in cells)

@@ -249,6 +249,7 @@ def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
     assert not (tmp_path / "store.incomplete").exists()
 
 
+@pytest.mark.thorough
 def test_few_documents_wait_in_memory(texts, tmp_path):
     source, started = open_source(config(texts)), []
 
@@ -369,6 +370,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
         prepare(TextSource(folder=str(folder)), BYTES, tmp_path / "another", 1)
 
 
+@pytest.mark.thorough
 def test_the_hint_of_a_missing_store_is_the_command_that_makes_it(texts, tmp_path):
     """Typed as it stands, in a folder with a space."""
     flags = ["--gin_file=size/tiny.gin", "--gin_param=RunConfig.source = 'text'"]

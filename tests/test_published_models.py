@@ -334,6 +334,7 @@ def test_names_of_tensors_in_other_files(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
 
 
+@pytest.mark.thorough
 def test_a_position_in_a_document_may_be_any_number():
     """Angles are those of distances: a million tokens later everything is the same."""
     lm, ids = opened("recurrent_gemma"), np.random.default_rng(0).integers(0, 101, (1, 6 * W)).astype(np.int32)
@@ -528,6 +529,7 @@ def test_some_parameters_are_trained_on_four_devices_as_on_one(of_bytes):
     assert dict(describe(run, 264).table().rows)["trained parameters"] == f"{sum(mixers):,}"
 
 
+@pytest.mark.thorough
 def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path, capsys):
     folder, bindings = of_bytes
     run = config_for_training(folder, read_changes((), [*bindings, MIXERS_ALONE]))
