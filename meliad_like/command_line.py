@@ -24,7 +24,7 @@ from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_dis
 from meliad_like.remote import Output, check_output, one_line
 
 if TYPE_CHECKING:
-    from meliad_like.config import Changes, RunConfig
+    from meliad_like.config import RunConfig
 
 REFUSED = (errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """Errors of the operating system about a path from the user. Commands check for missing files themselves."""
@@ -145,16 +145,11 @@ class Command:
 
         return config.parse(self.gin_file.value, self.gin_param.value)
 
-    def read_changes(self) -> "Changes":
-        """The changes of another config that `--gin_file` and `--gin_param` describe."""
-        from meliad_like import config
-
-        return config.read_changes(self.gin_file.value, self.gin_param.value)
-
     @property
     def gin_flags(self) -> str:
-        """The command's --gin_file and --gin_param for another command, each after a space."""
-        gin = {"gin_file": self.gin_file.value, "gin_param": self.gin_param.value}
+        """The command's --load_dir, --gin_file and --gin_param for another command, each after a space."""
+        load_dir = [self.flags["load_dir"].value] if "load_dir" in self.flags and self.flags["load_dir"].value else []
+        gin = {"load_dir": load_dir, "gin_file": self.gin_file.value, "gin_param": self.gin_param.value}
         return "".join(f" {shlex.quote(f'--{name}={value}')}" for name, values in gin.items() for value in values)
 
     def run(self, main: Callable[..., int | None]) -> None:

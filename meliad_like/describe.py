@@ -24,7 +24,7 @@ CONFIG = COMMAND.bool("config", True, "Whether to show the config.")
 def main(*words: str) -> int:
     # Nothing is computed, so an accelerator, which another program may use, is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if not COMMAND.gin_flags and LOAD_DIR.value is None:
+    if not COMMAND.gin_flags:
         for flag in (VOCABULARY_SIZE, CONFIG):
             if flag.present:
                 raise UserError(f"--{flag.name} has no effect without --gin_file or --load_dir, which lists files")
@@ -35,11 +35,10 @@ def main(*words: str) -> int:
 
     from meliad_like.config import to_gin
     from meliad_like.planning.description import describe
-    from meliad_like.run.opening import config_for_training
+    from meliad_like.run.opening import config_of
     from meliad_like.run.setup import vocabulary_size
 
-    load_dir = LOAD_DIR.value
-    run = config_for_training(load_dir, COMMAND.read_changes()) if load_dir else COMMAND.read_config()
+    run = config_of(COMMAND, LOAD_DIR.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     description = describe(run, size)
     if CONFIG.value:

@@ -15,6 +15,7 @@ COMMAND = Command(__doc__)
 TOPOLOGY = COMMAND.string(
     "topology", None, "TPUs (v4:2x2x4 or v4-32, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
 )
+LOAD_DIR = COMMAND.shared("load_dir")
 VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")
 ALL = ["training", "evaluation", "decoding"]
@@ -28,15 +29,16 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # The time to compile is one of the figures.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    run = COMMAND.read_config()
     from rich.console import Console
 
     from meliad_like.planning import report
     from meliad_like.planning.programs import needs
     from meliad_like.planning.topology import GIB, open_topology
     from meliad_like.resumable import write_json
+    from meliad_like.run.opening import config_of
     from meliad_like.run.setup import vocabulary_size
 
+    run = config_of(COMMAND, LOAD_DIR.value)
     topology = open_topology(TOPOLOGY.value)
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     console, options = Console(), {"programs": PROGRAMS.value, "quick": QUICK.value}

@@ -23,10 +23,9 @@ def main() -> None:
     if PART.value is not None and not re.fullmatch(r"\d+/\d+", PART.value):
         raise UserError(f"--part={PART.value} must be two numbers, such as --part=3/64")
     from meliad_like.data.preparation import prepare, prepare_part
-    from meliad_like.run.opening import config_for_training
+    from meliad_like.run.opening import config_of
 
-    load_dir = LOAD_DIR.value
-    run = config_for_training(load_dir, COMMAND.read_changes()) if load_dir else COMMAND.read_config()
+    run = config_of(COMMAND, LOAD_DIR.value)
     store = STORE.value or run.data.store
     if PART.value:
         prepare_part(run.source, run.vocabulary, store, *map(int, PART.value.split("/")), num_workers=WORKERS.value)

@@ -30,14 +30,15 @@ def main() -> int:
     workdir = WORKDIR.value
     if SMOKE.value:
         from meliad_like.planning.smoke import smoke
+        from meliad_like.run.opening import config_of
 
-        smoke(COMMAND.read_config(), workdir, COMMAND.gin_flags)
+        smoke(config_of(COMMAND, LOAD_DIR.value), workdir, COMMAND.gin_flags)
         return 0
     if workdir is None:
         raise UserError("--workdir is missing: name the folder of the run")
     # Checked before the processes join, unless they all have to read a checkpoint.
     run = COMMAND.read_config() if LOAD_DIR.value is None else None
-    from meliad_like.run.opening import config_for_training
+    from meliad_like.run.opening import config_of
     from meliad_like.run.training import train
     from meliad_like.training.loop import parse_steps
     from meliad_like.training.processes import initialize_distributed
@@ -47,7 +48,7 @@ def main() -> int:
     if DISTRIBUTED.value or any(value is not None for value in place):
         initialize_distributed(*place, JOIN_SECONDS.value)
     if run is None:
-        run = config_for_training(LOAD_DIR.value, COMMAND.read_changes())
+        run = config_of(COMMAND, LOAD_DIR.value)
     return train(run, workdir, LOAD_DIR.value, profile_steps)
 
 

@@ -460,6 +460,13 @@ def test_how_far_a_model_sees_and_the_size_of_its_state_are_said():
     assert "with a vocabulary of 112 tokens" in described.stdout
 
 
+def test_the_command_that_makes_a_missing_store_names_the_model(tmp_path):
+    folder = f"--load_dir={GOLDEN / 'mamba2'}"
+    store = f"--gin_param=ReaderConfig.store='{tmp_path / 'none'}'"
+    done = forked.run("-m", "meliad_like.train", folder, "--gin_file=task/my_files.gin", store, f"--workdir={tmp_path}")
+    assert f"make it with python -m meliad_like.prepare {folder} --gin_file=task/my_files.gin" in done.stderr
+
+
 def test_the_first_loss_of_a_training_is_that_of_transformers():
     lm, expected = opened("recurrent_gemma"), np.load(GOLDEN / "recurrent_gemma" / "expected.npz")
     ids, mask = padded(expected["ids"]), np.tile(np.arange(PADDED) < 69, (2, 1))
@@ -552,7 +559,7 @@ def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path, capsys):
     assert f"{num_trained(run, ours.model):,} of them trained, from step 2 to 4" in capsys.readouterr().out
     for (path, before), after in zip(jax.tree.leaves_with_path(lm.params), jax.tree.leaves(again.params)):
         assert is_mixers(path) or np.array_equal(after, before), path
-    convert_to_huggingface(tmp_path / "resumed", tmp_path / "theirs")
+    convert_to_huggingface(str(tmp_path / "resumed"), str(tmp_path / "theirs"))
     back = meliad_like.load(tmp_path / "theirs")
     text = "a rose is when bees do not"
     assert back.score(text).bits_per_byte == pytest.approx(again.score(text).bits_per_byte, abs=1e-4)

@@ -235,7 +235,7 @@ def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
     if isinstance(model, PretrainedConfig):
         _write_pretrained(opened, new_folder(folder))
     elif isinstance(model, DecoderConfig) and model.published:
-        write_published(opened, new_folder(folder))
+        write_published(opened, folder := new_folder(folder))
         _write_tokenizer(opened.vocabulary, folder)
     else:
         own_decoders.check_decoder(opened.run.model, checkpoint)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, rebuild, with_changes
+from meliad_like.command_line import Command
+from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, read_changes, rebuild, with_changes
 from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
@@ -145,6 +146,13 @@ def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
     sizes = {name: getattr(saved.data, name) for name in ("segment_length", "tokens_per_step")}
     data = dataclasses.replace(base.data, **sizes)
     return changes(dataclasses.replace(base, model=saved.model, vocabulary=saved.vocabulary, data=data))
+
+
+def config_of(command: Command, load_dir: str | None) -> RunConfig:
+    """The run that a command's gin flags describe, which starts with the model in `load_dir`, if there is one."""
+    if load_dir is None:
+        return command.read_config()
+    return config_for_training(load_dir, read_changes(command.gin_file.value, command.gin_param.value))
 
 
 def _of_folder(run: RunConfig, place: Path, folder: epath.PathLike) -> RunConfig:
