@@ -449,15 +449,19 @@ def test_matrices_stay_in_bfloat16_for_reading(name):
         meliad_like.load(GOLDEN / "qwen3_5", dtype="float16")
 
 
-def test_how_far_a_model_sees_and_the_size_of_its_state_are_said():
+def test_how_far_a_model_sees_and_the_size_of_its_state_are_said(tmp_path):
     lm = opened("qwen3_5", **{"DotProductAttention.span": 24})
     size = sum(x.nbytes for x in lm.read(range(50)).arrays.values())
     assert f" {size:,} bytes of state for each text; a token sees everything by its states, the last 24" in str(lm)
     assert str(lm).endswith("24 tokens by attention (DotProductAttention.span)>")
     assert str(opened("mamba2")).endswith("; a token sees everything by its states>")
-    described = forked.run("-m", "meliad_like.describe", "--noconfig", f"--load_dir={GOLDEN / 'mamba2'}")
+    # Without the parameters.
+    shutil.copy(GOLDEN / "mamba2" / "config.json", tmp_path)
+    described = forked.run("-m", "meliad_like.describe", "--noconfig", f"--load_dir={tmp_path}")
     assert "everything by its states" in described.stdout and "43,736" in described.stdout
     assert "with a vocabulary of 112 tokens" in described.stdout
+    with pytest.raises(UserError, match="has neither model.safetensors nor model.safetensors.index.json: save"):
+        meliad_like.load(tmp_path)
 
 
 def test_the_command_that_makes_a_missing_store_names_the_model(tmp_path):

@@ -53,7 +53,7 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.remote import any_path, from_hub, write_whole
-from meliad_like.resumable import parse_json, read_object, write_json
+from meliad_like.resumable import parse_json, read_json, read_object, write_json
 from meliad_like.run.opening import (
     FOREIGN_FORMATS,
     VOCABULARY_FOLDER,
@@ -160,8 +160,11 @@ class HuggingFaceFormat:
 
     @staticmethod
     def recognises(folder: epath.Path) -> bool:
-        """Whether a folder, which may be on `gs://`, has parameters in this format."""
-        return any((folder / name).exists() for name in (TENSORS_NAME, INDEX_NAME))
+        """Whether a folder, which may be on `gs://`, is in this format; its config is enough to plan a training."""
+        if any((folder / name).exists() for name in (TENSORS_NAME, INDEX_NAME)):
+            return True
+        # A working folder of ours has a config.json, too.
+        return (folder / CONFIG_NAME).exists() and "model_type" in read_json(folder / CONFIG_NAME)
 
     @staticmethod
     def open(folder: Path, changes: Changes, dtype: ActivationDtype) -> OpenedCheckpoint:
