@@ -224,6 +224,7 @@ def test_every_argument_has_its_effect_or_is_refused(tmp_path):
     inputs = tokenizer("Once upon a time there was", return_tensors="pt")
     whole = model(**inputs, output_hidden_states=True)
     assert [x.shape for x in whole.hidden_states] == [(1, 26, SLIDE.model_width)] * 5
+    torch.testing.assert_close(whole.hidden_states[0], model.embedding(inputs["input_ids"]))
     kept = model(**inputs, logits_to_keep=torch.tensor([2, 5])).logits
     torch.testing.assert_close(kept, whole.logits[:, [2, 5]])
     logits = model.config.logit_scale * whole.hidden_states[-1] @ model.embedding.weight.T

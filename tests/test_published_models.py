@@ -270,7 +270,6 @@ def test_an_output_embedding_that_is_not_tied_as_stated_is_refused(tmp_path):
         ("recurrent_gemma", {"block_types": None, "_block_types": ["recurrent", "recurrent", "attention"]}),
         ("recurrent_gemma", {"rope_parameters": None, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
         ("granite_hybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"]}),
-        ("granite_hybrid", {"position_embedding_type": None}),
         ("olmo_hybrid", {"rope_parameters": None, "rope_theta": None}),
         ("falcon_h1", {"rope_parameters": None, "rope_theta": 1e11, "rope_scaling": None, "mamba_use_mlp": True}),
     ],
@@ -278,6 +277,11 @@ def test_an_output_embedding_that_is_not_tied_as_stated_is_refused(tmp_path):
 def test_older_files_say_the_same(tmp_path, name, changes):
     old, new = (meliad_like.load(x) for x in (copied(name, tmp_path / "folder", changes), GOLDEN / name))
     assert dataclasses.replace(old.model.config, published="") == dataclasses.replace(new.model.config, published="")
+
+
+def test_positions_that_are_not_stated_are_none(tmp_path):
+    lm = meliad_like.load(copied("granite_hybrid", tmp_path / "folder", {"position_embedding_type": None}))
+    assert lm.model.config.mixers[0].rotary_share == 0
 
 
 def test_limits_of_steps_are_read(tmp_path):

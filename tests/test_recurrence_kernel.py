@@ -84,8 +84,8 @@ def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make
 
 @pytest.mark.parametrize(
     ("kernel", "chunk"),
-    [(read_chunks_in_kernel, 1), (read_chunks_in_kernel, 64)]
-    + [pytest.param(read_chunks_in_kernel, 8, marks=pytest.mark.exhaustive)]
+    [(read_chunks_in_kernel, 1), pytest.param(read_chunks_in_kernel, 8, marks=pytest.mark.exhaustive)]
+    + [(read_chunks_in_kernel, 64)]
     + [(recurrence_tpu.read_chunks_in_kernel, block) for block in (1, 128)],
 )
 def test_a_chunk_may_have_any_number_of_squares(kernel, chunk):
