@@ -25,10 +25,12 @@ import sysconfig
 import time
 
 import pyarrow as pa
-from fsspec.core import url_to_fs
+from etils import epath
+from huggingface_hub import HfApi
 from pyarrow import parquet
 
 from meliad_like.data.records_source import zstd
+from meliad_like.remote import any_path, copy_folder
 
 folder, place = pathlib.Path(sys.argv[1]) / "documents", sys.argv[2]
 library = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -45,8 +47,11 @@ lines = "".join(json.dumps({"text": document}) + "\n" for document in large).enc
 (folder / "jsonl" / "c.jsonl.zst").write_bytes(zstd.compress(lines))
 parquet.write_table(pa.table({"text": large}), folder / "parquet" / "train-0.parquet", row_group_size=100)
 parquet.write_table(pa.table({"text": large[:50]}), folder / "parquet" / "test-0.parquet")
-begin, (system, there) = time.time(), url_to_fs(place)
-system.put(f"{folder}/", there, recursive=True)
+begin = time.time()
+if place.startswith("hf://datasets/"):
+    HfApi().upload_folder(repo_id=place.removeprefix("hf://datasets/"), folder_path=folder, repo_type="dataset")
+else:
+    copy_folder(epath.Path(folder), any_path(place))
 print(f"copied to {place}: {time.time() - begin:.0f} s")
 PYTHON
 
