@@ -78,19 +78,17 @@ class DeltaRule(MatrixRecurrence):
         raise NotImplementedError
 
     def convolution(self):
-        filters = (self.query_filter, self.key_filter, self.value_filter)
-        return jnp.concatenate([x[...] for x in filters], axis=-1)
+        return [x[...] for x in (self.query_filter, self.key_filter, self.value_filter)]
 
     def project(self, x):
         projections = self.query, self.key, self.value, self.strength, self.decay, self.gate
         *inputs, strength, decay, gate = project(x, *projections)
-        return jnp.concatenate(inputs, axis=-1), (strength, decay, gate)
+        return inputs, (strength, decay, gate)
 
     def rule(self, inputs, others):
         strength, decay, gate = others
         groups, heads, key_size = self.sizes[:3]
-        of_keys = groups * key_size
-        query, key, value = jnp.split(jax.nn.silu(inputs), [of_keys, 2 * of_keys], axis=-1)
+        query, key, value = map(jax.nn.silu, inputs)
         query, key = (unit(split_heads(y, groups)) for y in (query, key))
         strength = jax.nn.sigmoid(strength.astype(jnp.float32)) * self.config.largest_strength
         value, strength = split_heads(value, heads), split_heads(strength, heads)

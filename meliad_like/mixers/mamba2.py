@@ -55,17 +55,22 @@ class Mamba2Block(MatrixRecurrence):
         self.norm_scale = parameter(rngs.params(), ones, (i,), ("heads",), "scale") if config.norm != "none" else None
 
     def convolution(self):
-        return self.filters[...]
+        return self._parts(self.filters[...])
+
+    def _parts(self, x: Float[Array, "*axes channels"]) -> list[Float[Array, "*axes _"]]:
+        """The channels of values, keys and queries."""
+        i = self.sizes.heads * self.sizes.value_size
+        return jnp.split(x, [i, i + self.config.of_groups], axis=-1)
 
     def project(self, x):
         *inputs, step, gate = project(x, self.value, self.key, self.query, self.step_size, self.gate)
-        return jnp.concatenate(inputs, axis=-1), (step, gate)
+        return inputs, (step, gate)
 
     def rule(self, inputs, others):
         config, (step, gate) = self.config, others
-        convolved = jax.nn.silu(inputs if self.filter_bias is None else inputs + self.filter_bias[...])
-        i = self.sizes.heads * self.sizes.value_size
-        value, key, query = jnp.split(convolved, [i, i + config.of_groups], axis=-1)
+        if self.filter_bias is not None:
+            inputs = map(jnp.add, inputs, self._parts(self.filter_bias[...]))
+        value, key, query = map(jax.nn.silu, inputs)
         step = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
         step = jnp.clip(step, config.min_step, config.max_step)
         log_decay = split_heads(-jnp.exp(self.log_rate[...]) * step, self.sizes.heads)

@@ -8,12 +8,13 @@ key, and `h` the number of heads.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_recurrence
@@ -63,12 +64,12 @@ class MatrixRecurrence(Mixer):
         self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
     def project(self, x: Float[Array, "b n d"]) -> tuple[Any, Any]:
-        """The inputs of the convolution, or without one the inputs of the rule, and the other projections."""
+        """The inputs of the convolution, `[b, n, _]` each, or without one those of the rule, and other projections."""
         raise NotImplementedError
 
-    def convolution(self) -> Float[Array, "taps channels"] | None:
-        """The filters of the convolution; None: there is no convolution."""
-        return None
+    def convolution(self) -> Sequence[Float[Array, "taps _"]]:
+        """The filters of the convolution for each of its inputs; empty: there is no convolution."""
+        return ()
 
     def rule(self, inputs: Any, others: Any) -> tuple[Rule, Any]:
         """The rule of the tokens, and the values that `output` needs, from the results of `project`: `inputs` have
@@ -86,9 +87,10 @@ class MatrixRecurrence(Mixer):
 
     def init_carry(self, b, dtype):
         matrix = jnp.zeros((b, self.sizes.heads, self.sizes.value_size, self.sizes.key_size), jnp.float32)
-        if (filters := self.convolution()) is None:
+        if not (filters := self.convolution()):
             return MatrixCarry(matrix)
-        return MatrixCarry(matrix, jnp.zeros((b, filters.shape[0] - 1, filters.shape[1]), dtype))
+        channels = sum(x.shape[1] for x in filters)
+        return MatrixCarry(matrix, jnp.zeros((b, filters[0].shape[0] - 1, channels), dtype))
 
     def __call__(self, x, context, carry, dropout_key):
         kernel = self.config.kernel(self.shape)
@@ -114,8 +116,11 @@ class MatrixRecurrence(Mixer):
     def _read(self, x: Float[Array, "b n d"], n: int, carry: MatrixCarry, convolve: Callable, read: Callable):
         inputs, others = self.project(x)
         recent, filters = carry.recent, self.convolution()
-        if filters is not None:
-            inputs, recent = convolve(inputs, recent, filters)
+        if filters:
+            # Not side by side in one array, which a TPU would write.
+            before = jnp.split(recent, np.cumsum([x.shape[1] for x in filters])[:-1], axis=-1)
+            inputs, after = zip(*map(convolve, inputs, before, filters))
+            recent = jnp.concatenate(after, axis=-1)
         rule, needed = self.rule(inputs, others)
         matrix, y = read(rule, carry.matrix)
         return self.output(y, needed), MatrixCarry(self.moved(matrix, n), recent)
