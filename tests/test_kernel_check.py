@@ -86,7 +86,7 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
     assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dtype):
     mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
     config = dataclasses.replace(CONFIG, mixers=mixers, pattern=("gated_delta_rule+mamba2",), position=Rotary())
