@@ -50,11 +50,13 @@ def read_chunks_in_kernel(
         chunk: not used: chunks have the largest length up to `CHUNK` that divides a block, which is the fastest.
         dtype: the activations' type, to which queries, keys, values, updates and states are rounded for products.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
-        heads: see `Options`; None: 2 with decays by channel, which take longest to compile, otherwise 4.
+        heads: see `Options`; None: 2 with decays by channel, which take longest to compile, and in float32, for which
+            the chip's own memory is small, otherwise 4.
     """
     del chunk
     by_channel = rule.log_decay.shape[3] > 1
-    options = Options(jnp.dtype(dtype), heads or (2 if by_channel else 4), by_channel, interpret)
+    dtype = jnp.dtype(dtype)
+    options = Options(dtype, heads or (2 if by_channel or dtype == jnp.float32 else 4), by_channel, interpret)
 
     def read(rule, matrix, start):
         t = math.gcd(rule.value.shape[2] // start.shape[1], CHUNK)
