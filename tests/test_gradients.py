@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from shipped import NAMES, needs
+from test_mixers import EXAMPLES
 
 from meliad_like import config
 from meliad_like.config import construction
@@ -50,14 +51,19 @@ def structure_of(settings):
     ]
 
 
+def values_of(structure):
+    """The parts of a model, and each value of their fields."""
+    return {(part, value) for part, *values in structure for value in (None, *values)}
+
+
 def small_models():
     """The models of all shipped files and rows, made small; of those that differ in their sizes alone the first. Those
-    that only combine parts and values of others are exhaustive."""
-    runs, seen = {}, set()
+    that only combine parts and values of others, or of test_mixers.py, are exhaustive."""
+    runs, seen = {}, set().union(*(values_of(structure_of(example.config)) for example in EXAMPLES.values()))
     for file in NAMES:
         run, _ = construction.build(collect([file, *needs(file)], []), config.RunConfig, HistorySettings)
         structure = structure_of(run.model)
-        values = {(part, value) for part, *values in structure for value in (None, *values)}
+        values = values_of(structure)
         marks = [pytest.mark.exhaustive] * (values <= seen)
         runs.setdefault(str(structure), pytest.param(run, marks=marks, id=file))
         seen |= values

@@ -104,14 +104,18 @@ EXAMPLES = {
 SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
 # They are others with other constants: retention (test_retention.py), and attention to a longer span.
 SAME = ("lightning_attention", "local_attention")
-MARKED = {name: pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SAME)) for name in EXAMPLES}
-of_each_mixer = pytest.mark.parametrize("name", MARKED.values())
 # What a program does around a mixer is the same for all that are a MatrixRecurrence: one with corrections, and one with
 # several groups, are in all tests.
 SIMILAR = (*SAME, "kimi_delta_attention", "retention")
-of_each_carry = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SIMILAR)) for name in EXAMPLES]
-)
+
+
+def of_each_but(*names):
+    """A test of all mixers whose cases of these names are exhaustive."""
+    cases = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in names)) for name in EXAMPLES]
+    return pytest.mark.parametrize("name", cases)
+
+
+of_each_mixer, of_each_carry = of_each_but(*SAME), of_each_but(*SIMILAR)
 # In the second of two layers, which may also have a window, and in both layers alone.
 alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a window", "alone"])
 
@@ -260,7 +264,7 @@ def test_what_is_computed_again_or_in_a_loop_of_layers_is_the_same(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
-@of_each_mixer
+@of_each_carry
 def test_in_bfloat16(name):
     """Logits are those of float32 but for rounding, all gradients are finite, and dtypes stay those of the carry."""
     model, params = make(name, alone=True)
@@ -324,7 +328,8 @@ def run(tmp_path_factory):
     return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")
 
 
-@of_each_carry
+# test_training_loop.py trains windows and recurrent states.
+@of_each_but(*SIMILAR, "sliding_window", "recurrent_states")
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
     # As few layers as possible: programs of training are large.
@@ -357,7 +362,7 @@ def test_a_token_costs_the_same_wherever_it_stands(name):
 
 
 # Of the search of a memory, XLA counts one turn of its loop; test_flops.py has that count by hand.
-@pytest.mark.parametrize("name", [param for name, param in MARKED.items() if name != "external_memory"])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "external_memory"])
 @alone_and_not
 def test_operations_are_those_that_xla_counts(name, alone):
     sizes = {"num_layers": 2, "model_width": 512, "num_heads": 2, "head_size": 128, "feedforward_width": 512}
