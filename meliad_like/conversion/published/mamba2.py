@@ -29,12 +29,12 @@ def recurrence_of_hybrid(fields: Fields, width: int | None = None, **others: Any
     """The mixer by fields that begin with `mamba_`, and by these of our config. `width` is that of the values, if a
     field says it."""
     d, heads = fields.sizes("hidden_size", "mamba_n_heads")
-    expanded, size = fields("mamba_expand", int, 2) * d, fields("mamba_d_head", int | str, "auto")
-    width = expanded if width is None else width
-    size = width // heads if size == "auto" else size
-    if size * heads != width:
-        raise UserError(f"{fields.owner}: the width of Mamba-2, {width}, must be {heads} times mamba_d_head={size}")
-    fields.without_effect("mamba_chunk_size")
+    inner: int = fields("mamba_expand", int, 2) * d if width is None else width
+    size = fields("mamba_d_head", int | str, "auto")
+    size = inner // heads if size == "auto" else size
+    if size * heads != inner:
+        raise UserError(f"{fields.owner}: the width of Mamba-2, {inner}, must be {heads} times mamba_d_head={size}")
+    fields.without_effect("mamba_chunk_size", "mamba_expand")
     sizes = ("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
     return recurrence(fields, sizes, "mamba_proj_bias", "mamba_conv_bias", head_size=size, **others)
 
