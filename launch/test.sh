@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them: without arguments some cases of every test, with --all all of them, as .ci/run
+# Sets up what the tests need and runs them: without arguments a part of the tests, with --all all of them, as .ci/run
 # does. Other arguments go to pytest: bash launch/test.sh tests/test_launch.py -k wheel
 set -euo pipefail
 # shellcheck source=launch/environment.sh
