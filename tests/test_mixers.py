@@ -102,6 +102,9 @@ EXAMPLES = {
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
 }
 SIZES = {"num_layers": 2, "model_width": 16, "num_heads": 8, "head_size": 2, "feedforward_width": 16}
+ATTENTION = "sliding_window", "state_reader", "external_memory", "dense_memory", "dot_product_attention"
+WITHOUT_STATES = {*ATTENTION, "local_attention"}
+"""The mixers that remember tokens alone, or nothing. The carries of all others have states (`Traits.states`)."""
 # They are others with other constants: retention (test_retention.py), and attention to a longer span.
 SAME = ("lightning_attention", "local_attention")
 # What a program does around a mixer is the same for all that are a MatrixRecurrence: one with corrections, and one with
@@ -186,7 +189,9 @@ def test_an_empty_part_is_a_cleared_one(name):
     _, carry = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
     memories = {name, *map(MIXERS.name_of, EXAMPLES[name].needs)} - {"sliding_window", "state_reader"}
     assert set(part_names(model.config, carry)) - {"window"} == memories
-    if (clearing := cleared(model.config)) is None:
+    clearing = cleared(model.config)
+    assert (clearing is None) == ({name, *map(MIXERS.name_of, EXAMPLES[name].needs)} <= WITHOUT_STATES)
+    if clearing is None:
         return
     empty = exchange(model.config, carry, begin(model, params, 2), sorted(memories))
     tokens = tokens_of(2, 4, seed=1)

@@ -133,6 +133,8 @@ class DecoderConfig(StackConfig):
             config.check(shape)
         for name in ("doubled_inputs", "norms_after"):
             self.layers_of(name)
+        if self.clears_states and not self.traits.states:
+            raise UserError(f"{self.clears_states} has no effect: no mixer of the decoder has states")
 
     def on_this_platform(self):
         checks = {"attention_kernel": kernel_that_works, "recurrence_kernel": recurrence_kernel_that_works}

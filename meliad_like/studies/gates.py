@@ -96,7 +96,8 @@ def _unit(states: np.ndarray) -> np.ndarray:
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float((a * b).sum(axis=1).mean())
+    """The mean cosine of vectors of unit length; NaN where some are zeros, with which a document can begin."""
+    return float((a * b).sum(axis=1).mean()) if a.any(axis=1).all() and b.any(axis=1).all() else np.nan
 
 
 def time_constants(shares: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
@@ -204,10 +205,10 @@ def run(request: StudyRequest) -> Study:
                 )
             )
     parts.append(Numbers("states", "The states by block", states, shown=False))
-    shapes = [f"{name} ({number} states of {width} channels)" for name, (number, width) in tracer.shapes.items()]
+    shapes = [f"{name} (states by channels: {number} by {width})" for name, (number, width) in tracer.shapes.items()]
     return Study(
         title=f"Gates and states of {subject.label}",
-        lead=[f"States that are updated every {window} tokens: {', '.join(shapes)}. Layers count from 0."],
+        lead=[f"States after every {window} tokens: {', '.join(shapes)}. Layers count from 0."],
         parts=parts,
         selection=selection,
         details=[subject.details()],
