@@ -109,7 +109,7 @@ def test_page(runs, tmp_path, row):
     make(gates, runs(row), tmp_path)
     assert_safe(tmp_path)
     page = Page(tmp_path)
-    assert "16 states of 32 channels" in page.text and "updated every 16 tokens" in page.text
+    assert "16 by 32" in page.text and "States after every 16 tokens" in page.text
     assert ("Measured gates" in page.text) == (row == "lstm_dual")
     quantiles = pd.read_csv(tmp_path / "time_constants.csv").set_index("quantile")
     channels = pd.read_csv(tmp_path / "gates.csv")
