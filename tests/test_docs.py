@@ -41,8 +41,9 @@ SMALL = [
     "TrainingConfig.num_steps = 4",
     "TrainingConfig.evaluate_every = 0",
 ]
-# Of a recurrent layer; nothing reads them in a baseline without one.
+# Of a recurrent layer; nothing reads them without one.
 SMALL_RECURRENCE = ["RECURRENT_LAYERS = (-1,)", "NUM_STATES = 8"]
+WITHOUT_RECURRENCE = {"/slide_": [], "own_documents.gin": ["DecoderConfig.num_layers = 3"]}
 # A command, after `python -c`, with some packages of the standard library in the place of all.
 COMMAND = """
 import runpy, sys, sysconfig
@@ -154,6 +155,7 @@ def place(tmp_path_factory) -> Path:
     for path in ("my_books/train/one", "my_books/validation/two", "my_books/test/three", "my_texts/test/one"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).with_suffix(".txt").write_text(f"a line of {path}\n" * 60)
+    (folder / "my_books/train/long.txt").write_text((folder / "standard_library/asyncio/__init__.py").read_text())
     (folder / "book.txt").write_text("a line of a book\n" * 60)
     (folder / "setup.py").write_text("import os\n" * 20)
     run_bash("python -m meliad_like.prepare --gin_file=quickstart.gin", folder)
@@ -171,8 +173,8 @@ def run_bash(code: str, folder: Path) -> None:
         python, dash_m, module, *arguments = words[len(variables) :]
         assert (python, dash_m) == ("python", "-m"), f"only commands of the package can be run here: {line}"
         if module == "meliad_like.train":
-            small = SMALL if "/slide_" in line else SMALL + SMALL_RECURRENCE
-            arguments += [f"--gin_param={binding}" for binding in small]
+            more = next((more for name, more in WITHOUT_RECURRENCE.items() if name in line), SMALL_RECURRENCE)
+            arguments += [f"--gin_param={binding}" for binding in SMALL + more]
         process = forked.Process(["-c", COMMAND, module, *arguments], environment(1) | variables, folder)
         result = process.finish()
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"

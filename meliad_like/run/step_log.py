@@ -19,7 +19,7 @@ from meliad_like.training.hardware import peak_flops, peak_memory_bytes
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.step import StepMetrics, TrainState
 
-FEW_LANES = 8
+FEW_LANES = 16
 MANY_STEPS = 100
 """With fewer lanes than these, which stay in their documents for this many steps, training follows single documents."""
 
