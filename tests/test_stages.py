@@ -190,8 +190,8 @@ def test_killed_around_a_switch(bindings, straight, tmp_path):
 def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypatch):
     """The saved state is the last step of the stage before, with the lanes of that stage."""
 
-    def make(*arguments):
-        step = make_train_step(*arguments)
+    def make(*arguments, **options):
+        step = make_train_step(*arguments, **options)
 
         def poisoned(state, batch):
             bad = state.step == 4

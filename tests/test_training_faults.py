@@ -37,8 +37,8 @@ def bindings(tmp_path_factory):
 def poisoned_step(monkeypatch):
     """The step function with NaN in the carry of one lane in step 4."""
 
-    def make(*arguments):
-        step = make_train_step(*arguments)
+    def make(*arguments, **options):
+        step = make_train_step(*arguments, **options)
 
         def poisoned(state, batch):
             factor = jnp.where(state.step == BAD_STEP - 1, jnp.full(8, 1.0).at[BAD_LANE].set(jnp.nan), 1.0)
@@ -103,8 +103,8 @@ def test_parameters_that_are_not_finite_end_the_run(bindings, tmp_path, monkeypa
 def test_a_run_that_skips_every_step_ends(bindings, tmp_path, monkeypatch):
     """Here with a limit of two, and as the run has only two steps."""
 
-    def make(*arguments):
-        step = make_train_step(*arguments)
+    def make(*arguments, **options):
+        step = make_train_step(*arguments, **options)
         return lambda state, batch: step(state._replace(carry=jax.tree.map(spoil, state.carry)), batch)
 
     def spoil(x):
