@@ -98,6 +98,7 @@ EXAMPLES = {
     "melodi": Example(
         MelodiConfig(long_layers=(-1,), num_summaries=2, short_length=2, long_length=3, long_slots=7),
         "melodi/base.gin",
+        sizes=FEWER_HEADS,
     ),
     "dense_memory": Example(DenseMemory(num_slots=3 * W - 1), "melodi/dense_4k.gin"),
 }
