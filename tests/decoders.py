@@ -45,9 +45,12 @@ def recurrent(
     layers = layers or tuple(config.layers_with(RecurrentStates)) or (0,)
     others = tuple(other for other in config.mixers if other != old)
     without = tuple(entry for entry in config.pattern if "recurrent_states" not in names_in(entry))
+    # A decoder without states has none to clear.
+    cleared = {name: changes.pop(name) for name in ("clear_states",) if name in changes}
     config = dataclasses.replace(config, pattern=without, mixers=others, **changes)
     config = with_mixer(config, dataclasses.replace(old, **states), layers)
-    return config if feedback == "none" else with_mixer(config, StateReader(which=feedback))  # type: ignore[arg-type]
+    config = config if feedback == "none" else with_mixer(config, StateReader(which=feedback))  # type: ignore[arg-type]
+    return dataclasses.replace(config, **cleared)
 
 
 def recurrent_layers(config: DecoderConfig) -> set[int]:

@@ -127,6 +127,8 @@ def fake_hub(monkeypatch, cache) -> Iterator[FakeHub]:
     address = f"http://localhost:{server.server_address[1]}"
     # The library reads the environment once, when it is imported.
     monkeypatch.setattr(constants, "ENDPOINT", address)
+    # Other tests of the process may keep libraries from asking the Hub.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     )

@@ -157,7 +157,9 @@ def test_a_part_of_the_documents_is_their_beginnings():
     class Numbers:
         """A token is its position and a space."""
 
-        def document_bytes(self, tokens):
+        prefix = b""
+
+        def decode_bytes(self, tokens):
             return b"".join(b"%d " % (token % 1000) for token in tokens)
 
     part = Split([10, 3000, 3000]).beginnings(Numbers(), 30)

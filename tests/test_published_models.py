@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 
@@ -472,7 +473,8 @@ def test_the_command_that_makes_a_missing_store_names_the_model(tmp_path):
     folder = f"--load_dir={GOLDEN / 'mamba2'}"
     store = f"--gin_param=ReaderConfig.store='{tmp_path / 'none'}'"
     done = forked.run("-m", "meliad_like.train", folder, "--gin_file=task/my_files.gin", store, f"--workdir={tmp_path}")
-    assert f"make it with python -m meliad_like.prepare {folder} --gin_file=task/my_files.gin" in done.stderr
+    command = f"python -m meliad_like.prepare {shlex.quote(folder)} --gin_file=task/my_files.gin"
+    assert f"make it with {command}" in done.stderr
 
 
 def test_the_first_loss_of_a_training_is_that_of_transformers():

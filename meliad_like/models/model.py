@@ -272,6 +272,8 @@ class BaseDecoder(nnx.Module):
     num_block_by_block = 0
     """The number of layers, from the first one on, that all read a block before the next block. The layers above them
     read the whole segment at once."""
+    overlap = 0
+    """The number of tokens of the block before that a block repeats."""
     target_scores: Callable[..., TokenLosses] | None = None
     """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
 
@@ -354,7 +356,7 @@ class BaseDecoder(nnx.Module):
         keys = split_key(dropout_key, len(self.layers) + 2)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
-        positions, position = block_positions(carry.position, start, w, self.config.traits.overlap)
+        positions, position = block_positions(carry.position, start, w, self.overlap)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
@@ -422,7 +424,7 @@ class BaseDecoder(nnx.Module):
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         w, position = self.config.window_length, carry.position
-        offset = block_offset(position, w, self.config.traits.overlap)
+        offset = block_offset(position, w, self.overlap)
         context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):

@@ -196,7 +196,7 @@ class PretrainedDecoder(BaseDecoder):
     config: PretrainedConfig
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.overlap = config, config.overlap
         d, shape = config.model_width, (vocabulary_size, config.model_width)
         self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
         learned = config.architecture == "gpt2"
@@ -269,7 +269,7 @@ class PretrainedDecoder(BaseDecoder):
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
         """`BaseDecoder.read_while_decoding`; where windows overlap, tokens are read one by one."""
-        if not self.config.overlap:
+        if not self.overlap:
             return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
         begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
 
@@ -288,7 +288,7 @@ class PretrainedDecoder(BaseDecoder):
         any length are written by the windows in which they are evaluated.
         """
         w, lanes = self.config.window_length, jnp.arange(token.shape[0])
-        offset = block_offset(carry.position, w, self.config.overlap)
+        offset = block_offset(carry.position, w, self.overlap)
         outputs, carry = super().read_token(token, carry)
         window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
         carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
@@ -296,7 +296,7 @@ class PretrainedDecoder(BaseDecoder):
 
     def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
-        w, o, window = self.config.window_length, self.config.overlap, carry.window
+        w, o, window = self.config.window_length, self.overlap, carry.window
         if not o:
             return carry
         # Later tokens replace the padding, and no token sees what comes after it.
@@ -356,7 +356,7 @@ class RecurrentDecoder(PretrainedDecoder):
         # Inside of the scan the ids are not known yet.
         check_tokens(tokens, self.embedding.shape[0])
         w = self.config.window_length
-        positions, position = block_positions(carry.position, start, w, self.config.overlap)
+        positions, position = block_positions(carry.position, start, w, self.overlap)
 
         def read(inserted, window):
             tokens, targets, position, index = window
