@@ -92,6 +92,7 @@ def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
     assert step == "0\n"
 
 
+@pytest.mark.thorough
 def test_when_one_is_killed_the_other_ends(start, tmp_path):
     """Both runs side by side, because jax waits half a minute for the process that is not the coordinator."""
     workdirs = [tmp_path / f"run {number}" for number in range(2)]
