@@ -44,6 +44,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import shape_checks  # noqa: E402
 from checkouts import PACKAGING  # noqa: E402
+from fake_gcs import bucket, server  # noqa: E402, F401
 
 # Annotated shapes are checked in every call. What JAX computes with may be an array of numpy's as well.
 jaxtyping.Array = jax.Array | np.ndarray

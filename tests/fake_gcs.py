@@ -16,6 +16,8 @@ from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 BUCKET = "bucket"
 DROPPED = -1
 
@@ -56,8 +58,9 @@ class FakeBucket:
         }
 
 
-class Handler(BaseHTTPRequestHandler):
-    bucket: FakeBucket
+class Answers(BaseHTTPRequestHandler):
+    """A server's answers, with JSON or bytes."""
+
     protocol_version = "HTTP/1.1"
     # Otherwise the content waits until the client acknowledges the headers, which it delays.
     disable_nagle_algorithm = True
@@ -65,8 +68,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def answer(self, status: int, content: bytes | dict = b"", **headers: str) -> None:
-        body = json.dumps(content).encode() if isinstance(content, dict) else content
+    def answer(self, status: int, content: bytes | dict | list = b"", **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():
@@ -74,6 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class Handler(Answers):
+    bucket: FakeBucket
 
     def handle_one(self) -> None:
         parts = urlsplit(self.path)
@@ -235,3 +242,17 @@ def fake_gcs(monkeypatch) -> Iterator[FakeBucket]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests of a module: gcsfs remembers the address of the first."""
+    with pytest.MonkeyPatch.context() as monkeypatch, fake_gcs(monkeypatch) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server):
+    server.objects.clear()
+    yield server
+    server.refuse = lambda method, name: None

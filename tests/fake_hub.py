@@ -7,9 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from fake_gcs import Answers
 from huggingface_hub import constants
 
 
@@ -39,23 +40,8 @@ def entry(path: str, content: bytes) -> dict:
     return about | ({"lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}} if is_large else {})
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answers):
     hub: FakeHub
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def answer(self, status: int, content: bytes | dict | list = b"", **headers: str) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def handle_one(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny_run
 from checkpoint_states import abstract, assert_same_bits, make_state, save_all
-from fake_gcs import fake_gcs
 from families import CONFIGS, language_model
 from gcsfs.retry import HttpError
 from tiny_run import parse, read_metadata, train
@@ -30,20 +29,6 @@ from meliad_like.run.opening import config_for_training, open_checkpoint, write_
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.processes import Ownership
-
-
-@pytest.fixture(scope="module")
-def server():
-    """One for all tests: gcsfs remembers the address of the first."""
-    with pytest.MonkeyPatch.context() as monkeypatch, fake_gcs(monkeypatch) as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def bucket(server):
-    server.objects.clear()
-    yield server
-    server.refuse = lambda method, name: None
 
 
 def names(bucket, prefix):

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from backports import zstd
-from fake_gcs import DROPPED, fake_gcs
+from fake_gcs import DROPPED
 
 from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
 from meliad_like.data.files_source import StandardLibrarySource, TextSource
@@ -20,20 +20,6 @@ from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 
 BYTES = BytesVocabularyConfig()
-
-
-@pytest.fixture(scope="module")
-def server():
-    """One for all tests: gcsfs remembers the address of the first."""
-    with pytest.MonkeyPatch.context() as monkeypatch, fake_gcs(monkeypatch) as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def bucket(server):
-    server.objects.clear()
-    yield server
-    server.refuse = lambda method, name: None
 
 
 @pytest.fixture
