@@ -32,7 +32,8 @@ setup(
     package_data={
         "meliad_like": ["py.typed"],
         "meliad_like.gin_files": ["**/*.gin", "**/*.csv"],
-        "meliad_like.conversion": ["*.csv", "*.toml"],
+        "meliad_like.conversion": ["*.csv"],
+        "meliad_like.conversion.published": ["*.toml"],
         "meliad_like.experiments.tables": ["*.csv", "*.gin"],
         "meliad_like.studies": ["page.html"],
     },

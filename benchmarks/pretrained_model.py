@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meliad_like.conversion.pretrained import read_huggingface
+from meliad_like.config import read_changes
+from meliad_like.conversion.published.folder import open_published
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
@@ -43,7 +44,8 @@ def main() -> None:
 
     jnp.zeros(1).block_until_ready()  # what jax itself needs
     before, began = peak_bytes(), time.perf_counter()
-    pretrained = jax.block_until_ready(read_huggingface(arguments.model))
+    pretrained = open_published(arguments.model, read_changes())
+    jax.block_until_ready(pretrained.params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pretrained.params))
     print(
         f"{size // 4:,} parameters, loaded in {time.perf_counter() - began:.1f} s, "
@@ -52,8 +54,8 @@ def main() -> None:
     )
     vocabulary = TokenizersVocabularyConfig(model_file=str(arguments.model)).make()
     # A window has one more token than inputs: its last target.
-    config = dataclasses.replace(pretrained.config, window_length=arguments.window)
-    model = Model(config, pretrained.vocabulary_size)
+    config = dataclasses.replace(pretrained.run.model, window_length=arguments.window)
+    model = Model(config, pretrained.model.vocabulary_size)
 
     @jax.jit
     def read_window(params, tokens, targets):

@@ -101,6 +101,7 @@ SHARES = {
     "test_pretrained_runs.py": 6,
     "test_protocols.py": 4,
     "test_published_models.py": 7,
+    "test_published_opening.py": 7,
     "test_recurrence_kernel.py": 12,
     "test_recurrent_pretrained.py": 8,
     "test_released_mixers.py": 4,

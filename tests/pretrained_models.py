@@ -2,11 +2,19 @@
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from meliad_like.config import read_changes
+from meliad_like.conversion.published.family import to_tensors
+from meliad_like.conversion.published.folder import described, open_published, write_published
+from meliad_like.conversion.published.windows import config_json
+from meliad_like.data.token_ids_vocabulary import TokenIdsVocabulary
+from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.run.opening import OpenedCheckpoint
 
 FOLDER = Path(__file__).parent / "golden" / "gpt2_tiny"
 LLAMA_CONFIG = PretrainedConfig(
@@ -33,3 +41,29 @@ def read(model, params, tokens, first):
     outputs = module.read_window(tokens)
     hidden = module.final_norm(outputs[-1])
     return outputs, hidden, module.logits(hidden)
+
+
+class Pretrained(NamedTuple):
+    """A model without a vocabulary."""
+
+    config: PretrainedConfig
+    vocabulary_size: int
+    params: dict
+
+
+def read_published(folder):
+    opened = open_published(folder, read_changes())
+    return Pretrained(opened.run.model, opened.model.vocabulary_size, opened.params)
+
+
+def write_windows(pretrained, end_of_document, folder):
+    config, size, params = pretrained
+    vocabulary = TokenIdsVocabulary(size, end_of_document)
+    write_published(OpenedCheckpoint(None, Model(config, size), params, vocabulary, 0), Path(folder))
+
+
+def tensors(config, params):
+    """Our parameters, or their gradients, as the tensors of a file."""
+    decoder = {name: value for name, value in params.items() if name != "recurrence"}
+    model = described(config_json(config, 1, 0), "config.json")
+    return to_tensors(model.family, model.family.places(model.fields, config), decoder)

@@ -6,10 +6,11 @@ import json
 import forked
 import jax
 import pytest
+from pretrained_models import Pretrained, write_windows
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
-from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingface, write_huggingface
+from meliad_like.conversion.pretrained import convert_from_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
 from meliad_like.errors import UserError
@@ -73,7 +74,7 @@ def place(tmp_path_factory):
     """Our checkpoint of a random GPT-2, documents, and a task that names them."""
     folder = tmp_path_factory.mktemp("recurrence")
     (folder / "theirs").mkdir()
-    write_huggingface(Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0))), 256, folder / "theirs")
+    write_windows(Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0))), 256, folder / "theirs")
     tokens = [*_byte_characters().values(), "<|endoftext|>"]
     (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ways
-from pretrained_models import FOLDER, read
+from pretrained_models import FOLDER, read, read_published, tensors
 
-from meliad_like.conversion.parameters import to_tensors
-from meliad_like.conversion.pretrained import read_huggingface
-from meliad_like.conversion.pretrained_formats import GPT2
 from meliad_like.evaluation.protocols import sliding_windows
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
@@ -19,7 +16,7 @@ from meliad_like.models.model import Model
 
 @functools.cache
 def opened():
-    pretrained = read_huggingface(FOLDER)
+    pretrained = read_published(FOLDER)
     return Model(pretrained.config, pretrained.vocabulary_size), pretrained.params, np.load(FOLDER / "io.npz")
 
 
@@ -56,7 +53,7 @@ def test_gradients():
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, arrays["b_loss_mean"], rtol=1e-5)
-    ours = to_tensors(GPT2, gradient)
+    ours = tensors(model.config, gradient)
     theirs = {name.removeprefix("b_grad/"): arrays[name] for name in arrays if name.startswith("b_grad/")}
     assert len(theirs) == 28
     for name, expected in theirs.items():

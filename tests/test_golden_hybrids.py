@@ -11,7 +11,6 @@ import ways
 from make_golden_hybrids import CONFIGS, PATH, outputs, parameter, tokens
 
 import meliad_like
-from meliad_like.conversion.published.family import FAMILIES
 from meliad_like.conversion.published.folder import described, write_published
 from meliad_like.errors import UserError
 from meliad_like.layers.rotary import LinearScaling, RotaryScaling
@@ -63,7 +62,7 @@ def test_an_older_file_says_the_same(tmp_path):
 def test_an_older_scaling_is_that_of_full_attention():
     saved = json.loads(str(golden("olmo3")["config"])) | {"rope_parameters": None, "rope_theta": 30.0}
     scaling = {"rope_type": "linear", "factor": 3.0}
-    decoder, *_ = described(FAMILIES["olmo3"], saved | {"rope_scaling": scaling}, "config.json")
+    decoder = described(saved | {"rope_scaling": scaling}, "config.json").config
     full, window = (decoder.mixer(kind) for kind in (DotProductAttention, LocalAttention))
     assert (full.rotary_base, full.rotary_scaling) == (30.0, LinearScaling(3.0)) and full.span == 8192
     assert (window.rotary_base, window.rotary_scaling) == (30.0, RotaryScaling()) and window.span == 6

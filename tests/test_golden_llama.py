@@ -11,13 +11,10 @@ import pytest
 import safetensors.numpy
 import ways
 from make_golden_llama import CONFIGS, FROM, LENGTH, PATH, WHOLE, outputs, tensors, tokens
-from pretrained_models import read
+from pretrained_models import read, read_published
+from pretrained_models import tensors as tensors_of
 
 import meliad_like
-from meliad_like.conversion.parameters import to_tensors
-from meliad_like.conversion.pretrained import read_huggingface
-from meliad_like.conversion.pretrained_formats import LLAMA
-from meliad_like.conversion.published.family import FAMILIES
 from meliad_like.conversion.published.folder import described, write_published
 from meliad_like.errors import UserError
 from meliad_like.layers.losses import token_losses
@@ -45,7 +42,7 @@ def folder(kind, tmp_path):
 @pytest.fixture
 def opened(kind, folder):
     """A model and its parameters, read from a folder, and the golden arrays."""
-    pretrained = read_huggingface(folder)
+    pretrained = read_published(folder)
     # More tokens than in pretraining.
     config = dataclasses.replace(pretrained.config, window_length=LENGTH) if kind == "dynamic" else pretrained.config
     return Model(config, pretrained.vocabulary_size), pretrained.params, golden(kind)
@@ -73,7 +70,7 @@ def test_loss_and_gradients(opened):
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, arrays["loss"], rtol=1e-5)
-    ours = to_tensors(LLAMA, gradient)
+    ours = tensors_of(model.config, gradient)
     theirs = {name.removeprefix("gradient/"): arrays[name] for name in arrays if name.startswith("gradient/")}
     assert len(theirs) in (0, len(ours))
     for name, expected in theirs.items():
@@ -141,7 +138,7 @@ def test_a_scaling_by_a_texts_length_is_for_windows_alone(folder):
 )
 def test_spans_of_mistral(changes, span):
     saved = {name: value for name, value in CONFIGS["mistral"].items() if name != "sliding_window"}
-    decoder, *_ = described(FAMILIES["mistral"], saved | changes, "config.json")
+    decoder = described(saved | changes, "config.json", decoder=True).config
     assert decoder.mixer(DotProductAttention).span == span
 
 

@@ -11,10 +11,11 @@ import pyarrow.parquet
 import pytest
 from fake_hub import fake_hub
 from families import CONFIGS, language_model
+from pretrained_models import Pretrained, write_windows
 
 import meliad_like
 from meliad_like.config import read_changes
-from meliad_like.conversion.pretrained import Pretrained, convert_from_huggingface, write_huggingface
+from meliad_like.conversion.pretrained import convert_from_huggingface
 from meliad_like.data.documents import open_source
 from meliad_like.data.hub_source import HuggingFaceSource
 from meliad_like.data.preparation import prepare
@@ -209,7 +210,7 @@ def test_a_model_of_the_hub(hub, tmp_path):
     for name, seed in (("main", 0), ("v2", 1)):
         params = opened.model.init(jax.random.key(seed))
         (tmp_path / name).mkdir()
-        write_huggingface(Pretrained(opened.run.model, 257, params), 256, tmp_path / name)
+        write_windows(Pretrained(opened.run.model, 257, params), 256, tmp_path / name)
         tokens = [*_byte_characters().values(), "<|endoftext|>"]
         (tmp_path / name / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
         (tmp_path / name / "merges.txt").write_text("#version: 0.2\n")

@@ -23,6 +23,7 @@ from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import PlainFeedForward
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import T5, Alibi, Rotary
@@ -89,6 +90,7 @@ def opened(folder):
         (CONFIGS["slide below skip"], "DecoderConfig.clear_states=True"),
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
         (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),
+        (dataclasses.replace(SLIDE, feedforwards=(PlainFeedForward("gelu"),)), "PlainFeedForward.activation='gelu'"),
         (
             dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),
             "kimi_delta_attention and rg_lru",

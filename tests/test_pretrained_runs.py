@@ -7,17 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from pretrained_models import Pretrained, read_published, write_windows
 from tiny_run import read_metrics, train
 
 from meliad_like import config
 from meliad_like.config import from_json, read_changes
-from meliad_like.conversion.pretrained import (
-    Pretrained,
-    convert_from_huggingface,
-    convert_to_huggingface,
-    read_huggingface,
-    write_huggingface,
-)
+from meliad_like.conversion.pretrained import convert_from_huggingface, convert_to_huggingface
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import READERS
 from meliad_like.data.token_store import TokenStore
@@ -78,7 +73,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
     (folder / "theirs").mkdir()
     pretrained = Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0)))
-    write_huggingface(pretrained, 256, folder / "theirs")
+    write_windows(pretrained, 256, folder / "theirs")
     tokens = [*_byte_characters().values(), "<|endoftext|>"]
     (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")
@@ -127,7 +122,7 @@ def evaluate(folder, *bindings):
 
 def test_a_converted_model_is_the_same_model(place):
     opened = open_checkpoint(place / "ours")
-    theirs = read_huggingface(place / "theirs")
+    theirs = read_published(place / "theirs")
     assert opened.run.model == DECODER
     jax.tree.map(np.testing.assert_array_equal, opened.params, theirs.params)
     assert opened.vocabulary.decode(opened.vocabulary.encode("a rose")) == "a rose"

@@ -11,9 +11,8 @@ import pytest
 import ways
 from fake_split import FakeSplit
 from numpy_pretrained import NumpyGPT2, NumpyLlama, document
+from pretrained_models import tensors
 
-from meliad_like.conversion.parameters import to_tensors
-from meliad_like.conversion.pretrained_formats import GPT2, LLAMA
 from meliad_like.data.readers import LanesReader
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
@@ -74,9 +73,8 @@ def losses_by_windows(model, params, windows=3):
 
 
 def losses_in_numpy(model, params):
-    kind, table = {"gpt2": (NumpyGPT2, GPT2), "llama": (NumpyLlama, LLAMA)}[model.config.architecture]
-    decoder = {name: value for name, value in params.items() if name != "recurrence"}
-    return document(kind(to_tensors(table, decoder), model.config), params.get("recurrence"), TOKENS)
+    kind = {"gpt2": NumpyGPT2, "llama": NumpyLlama}[model.config.architecture]
+    return document(kind(tensors(model.config, params), model.config), params.get("recurrence"), TOKENS)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

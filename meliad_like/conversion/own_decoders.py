@@ -40,6 +40,7 @@ MIXER_SETTINGS: dict[type, Any] = {
 """The mixers that `torch_model.py` has, and the arguments of their classes there."""
 ONLY_DEFAULTS = [
     *((DecoderConfig, name) for name in NEWER_FIELDS),
+    (PlainFeedForward, "activation"),
     *((GatedDeltaRule, name) for name in ("num_key_heads", "key_size", "largest_strength", "norm_epsilon")),
 ]
 """Fields that `torch_model.py` does not read."""
@@ -66,7 +67,8 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
         parts += [FEEDFORWARDS.name_of(kind) for kind in config.feedforwards if type(kind) is not PlainFeedForward]
         for kind, name in ONLY_DEFAULTS:
-            values = [getattr(x, name) for x in (config, *config.mixers) if type(x) is kind]
+            parts_of = (config, *config.mixers, *config.feedforwards)
+            values = [getattr(x, name) for x in parts_of if type(x) is kind]
             default = next(default_of(field) for field in dataclasses.fields(kind) if field.name == name)
             parts += [f"{kind.__name__}.{name}={value!r}" for value in values if value != default]
         if (position := POSITIONS.name_of(config.position)) not in POSITION_NAMES:

@@ -1,7 +1,6 @@
 """The places of our parameters in the files of other programs, from which they are filled; and the vocabularies."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,25 +28,6 @@ class Place(NamedTuple):
 
 Places = Callable[[str], Place]
 """The place of a parameter of ours with a path such as `layers/0/key/kernel`."""
-
-
-def places_by_module(modules: Mapping[str, str], *, transposed: bool = True, parts: Sequence[str] = ()) -> Places:
-    """The places of parameters of modules such as `embedding` or, in layer 3, `layers/3/key`.
-
-    Args:
-      modules: their modules by ours, in which `{}` is the layer's number. All parameters but biases are `weight` there.
-      transposed: whether kernels are [out, in] there.
-      parts: our modules whose arrays are consecutive parts of one array.
-    """
-
-    def place(path: str) -> Place:
-        match = re.fullmatch(r"(?:\w+/(\d+)/)?(\w+?)(?:/(kernel|scale|bias))?", path)
-        assert match is not None
-        layer, module, leaf = match.groups()
-        name = f"{modules[module].format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
-        return Place(name, transposed and leaf == "kernel", parts.index(module) if module in parts else None)
-
-    return place
 
 
 def fill_parameters(

@@ -18,13 +18,6 @@ from meliad_like.errors import UserError
 from meliad_like.layers.backend import keeps_only_named_values, sums_by_products, transposes_before_products
 from meliad_like.layers.sharding import num_parts, own_blocks
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 
 REMAT_POLICIES = {
@@ -305,11 +298,22 @@ def _relu_jvp(primals, tangents):
     return y, jnp.where(y > 0, tangents[0], 0)
 
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
 class FeedForward(nnx.Module):
-    """`relu(x W1) W2`, or with biases `relu(x W1 + b1) W2 + b2`.
+    """`activation(x W1) W2`, or with biases `activation(x W1 + b1) W2 + b2`.
 
     The recurrent cell calls the two halves separately, because its gate reads the hidden layer.
     """
+
+    activation: Activation = "relu"
 
     def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs, bias: bool = False):
         biases = {"rngs": rngs, "bias_initializer": jax.nn.initializers.zeros if bias else None}
@@ -318,9 +322,9 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
         def finish(output, hidden):
-            return output(relu(hidden))
+            return output(ACTIVATIONS[self.activation](hidden))
 
-        # Otherwise the relu's mask would be kept as well, and a TPU takes longer to pack it than to compare again.
+        # Otherwise a relu's mask would be kept as well, and a TPU takes longer to pack it than to compare again.
         if keeps_only_named_values():
             finish = jax.checkpoint(finish, policy=jax.checkpoint_policies.save_only_these_names(RELU))
         return finish(self.output, self.hidden(x))

@@ -30,18 +30,28 @@ class FeedForwardConfig:
 
 @FEEDFORWARDS.register("feedforward")
 class PlainFeedForward(FeedForwardConfig):
-    """`relu(x W1) W2`."""
+    """`activation(x W1) W2`."""
+
+    activation: Activation = "relu"
+    """The activation of the hidden layer."""
+
+    def __post_init__(self):
+        check_choices(self)
 
     def build(self, model_width, feedforward_width, *, bias, rngs):
-        return FeedForward(model_width, feedforward_width, model_width, rngs=rngs, bias=bias)
+        network = FeedForward(model_width, feedforward_width, model_width, rngs=rngs, bias=bias)
+        network.activation = self.activation
+        return network
 
     def flops(self, model_width, feedforward_width):
         return Flops.of_products(4 * model_width * feedforward_width)
 
 
 @FEEDFORWARDS.register("squared_feedforward")
-class SquaredFeedForward(PlainFeedForward):
+class SquaredFeedForward(FeedForwardConfig):
     """`relu(x W1)^2 W2` (So et al. 2021)."""
+
+    flops = PlainFeedForward.flops
 
     def build(self, model_width, feedforward_width, *, bias, rngs):
         return SquaredNetwork(model_width, feedforward_width, model_width, rngs=rngs, bias=bias)

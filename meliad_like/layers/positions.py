@@ -1,5 +1,7 @@
 """Functions of positions: sinusoids, and rotary embeddings."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -22,13 +24,25 @@ def wavelengths(head_size: int, base: float = 10_000.0) -> Float[np.ndarray, " h
     return base ** (np.arange(half, dtype=np.float32) / half)
 
 
+class Turns(NamedTuple):
+    """The cosines and sines of the angles of some places, float32."""
+
+    cosine: Float[Array, "*batch half"]
+    sine: Float[Array, "*batch half"]
+
+
+def turned(x: Float[Array, "*batch k"], turns: Turns) -> Float[Array, "*batch k"]:
+    """The vectors of heads, rotated by their turns; channels that have no turns stay as they are."""
+    half = turns.cosine.shape[-1]
+    first, second, rest = (y.astype(jnp.float32) for y in jnp.split(x, [half, 2 * half], axis=-1))
+    parts = first * turns.cosine - second * turns.sine, second * turns.cosine + first * turns.sine, rest
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+
+
 def rotate(
     x: Float[Array, "*batch s k"], position: Int[Array, "*#batch s"], wavelength: Float[np.ndarray, " half"]
 ) -> Float[Array, "*batch s k"]:
     """Rotary embedding (Su et al. 2021) of the two halves of each head by `position`. Only differences of positions
     matter, so callers count from wherever is convenient."""
     angle = jnp.asarray(position, jnp.float32)[..., None] / wavelength
-    sine, cosine = jnp.sin(angle), jnp.cos(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(x.dtype)
+    return turned(x, Turns(jnp.cos(angle), jnp.sin(angle)))

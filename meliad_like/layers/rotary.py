@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers.positions import wavelengths
+from meliad_like.layers.positions import Turns, wavelengths
 from meliad_like.registry import Registry, size
 
 ROTARY_SCALINGS = Registry("rotary_scaling")
@@ -149,13 +149,6 @@ class YarnScaling(ScalingByParts):
         return 1 - np.clip(ramp, 0, 1)
 
 
-class Turns(NamedTuple):
-    """The cosines and sines of the angles of some places, float32."""
-
-    cosine: Float[Array, "*batch half"]
-    sine: Float[Array, "*batch half"]
-
-
 @dataclasses.dataclass(frozen=True)
 class RotaryTable:
     """The frequencies of rotary positions, which turn the first `2 * half` channels of a head: pairs are half of them
@@ -165,22 +158,19 @@ class RotaryTable:
     """The number of channels that are rotated."""
     rotary_base: float
     scaling: RotaryScaling
+    longer: float = 1.0
+    """As of `RotaryScaling.wavelengths`."""
+
+    @property
+    def wavelengths(self) -> Float[np.ndarray, " half"]:
+        """The wavelength over 2 pi of each pair of channels, in tokens."""
+        return self.scaling.wavelengths(self.head_size, self.rotary_base, self.longer)
 
     def of(self, places: Int[np.ndarray, "*batch"], *, scaled: bool = False) -> Turns:
         """The turns of known places; `scaled` multiplies them by the scaling's factor on queries and keys."""
         half = self.head_size // 2
         # The scaling's wavelengths are float32: a rounded one would be wrong by a whole turn in a long document.
-        stretch = self.scaling.wavelengths(self.head_size, self.rotary_base, 1.0) / wavelengths(
-            self.head_size, self.rotary_base
-        )
+        stretch = self.wavelengths / wavelengths(self.head_size, self.rotary_base)
         frequency = self.rotary_base ** -(np.arange(half) / half) / stretch
         angle, scale = np.asarray(places)[..., None] * frequency, self.scaling.attention_scale if scaled else 1.0
         return Turns(*(jnp.asarray(scale * x, jnp.float32) for x in (np.cos(angle), np.sin(angle))))
-
-
-def turned(x: Float[Array, "*batch k"], turns: Turns) -> Float[Array, "*batch k"]:
-    """The vectors of heads, rotated by their turns; channels that have no turns stay as they are."""
-    half = turns.cosine.shape[-1]
-    first, second, rest = (y.astype(jnp.float32) for y in jnp.split(x, [half, 2 * half], axis=-1))
-    parts = first * turns.cosine - second * turns.sine, second * turns.cosine + first * turns.sine, rest
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

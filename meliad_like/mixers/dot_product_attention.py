@@ -11,7 +11,7 @@ heads of keys, `j` the number of heads of queries that share one, and `ring` the
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from meliad_like.errors import UserError
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
+from meliad_like.layers.positions import Turns, turned
+from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.registry import kind_field, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
@@ -199,6 +200,8 @@ class SpanAttentionConfig(MixerConfig):
     """Attention to the last `span` tokens, with `DecoderConfig.num_heads` heads of queries. A field that is bound by
     the name of this class is bound for both kinds."""
 
+    begins_again: ClassVar[bool] = False
+    """Whether positions begin again with every block, which alone is seen."""
     span: int = size(2048, "length")
     """The number of tokens that a token sees, itself included, of its document."""
     num_key_heads: int = size(0, "heads")
@@ -228,7 +231,7 @@ class SpanAttentionConfig(MixerConfig):
         check_not_negative(self, ("num_key_heads", "norm_epsilon"))
         if not 0 <= self.rotary_share <= 1:
             raise UserError(f"{type(self).__name__}.rotary_share={self.rotary_share} must be between 0 and 1")
-        if self.rotary_scaling.extends_windows:
+        if self.rotary_scaling.extends_windows and not self.begins_again:
             name = f"{type(self).__name__}.rotary_scaling={ROTARY_SCALINGS.name_of(self.rotary_scaling)!r}"
             raise UserError(f"{name} depends on a text's length, and spans don't")
 
@@ -253,7 +256,7 @@ class SpanAttentionConfig(MixerConfig):
 
     def ring(self, shape: DecoderShape) -> int:
         """The number of blocks in the cache: the token's block, and those that the rest of the span reaches into."""
-        return -(-(self.span - 1) // shape.window_length) + 1
+        return 1 if self.begins_again else -(-(self.span - 1) // shape.window_length) + 1
 
     def build(self, shape, *, rngs):
         return SpanAttention(self, shape, rngs=rngs)

@@ -4,20 +4,25 @@ A constant of a published forward pass (`1 + weight`, a multiplier) is folded in
 and divided out when they are written.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meliad_like.config import fit
 from meliad_like.conversion.parameters import fill
-from meliad_like.conversion.pretrained_formats import HARMLESS
 from meliad_like.errors import UserError
 from meliad_like.models.decoder import DecoderConfig
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training.checkpoints import named_arrays
 
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("windows.toml").read_text())
+HARMLESS: list[str] = TABLES["harmless"]
 FAMILIES: dict[str, "Family"] = {}
 """The families, by the `model_type` of config.json."""
+AnyConfig = DecoderConfig | PretrainedConfig
 REQUIRED = object()
 """The default of a field that config.json must have."""
 
@@ -98,22 +103,23 @@ class Part(NamedTuple):
     tensor: str
     layout: Layout = SAME
     rows: Sequence[int] | None = None
-    """The rows of the tensor that it is, along the tensor's first axis; None: all."""
+    """The rows of the tensor that it is, which are along the last axis of our layout; None: all."""
     factor: float | np.ndarray = 1.0
     offset: float = 0.0
     """The number that is added to the tensor's values times the factor."""
     size: int = 0
     """The length of this part along the parameter's first axis, if a parameter has several parts."""
 
-    def read(self, tensor: np.ndarray) -> np.ndarray:
-        rows = tensor if self.rows is None else tensor[np.asarray(self.rows)]
-        array = self.layout.read(rows.astype(np.float32, copy=False))
+    def read(self, whole: np.ndarray) -> np.ndarray:
+        """The part, from the tensor in our layout."""
+        array = (whole if self.rows is None else whole[..., np.asarray(self.rows)]).astype(np.float32, copy=False)
         return array if self.factor == 1 and not self.offset else array.astype(float) * self.factor + self.offset
 
     def write(self, array: np.ndarray) -> np.ndarray:
+        """The numbers of the tensor, in our layout."""
         if self.factor != 1 or self.offset:
             array = (array.astype(float) - self.offset) / self.factor
-        return self.layout.write(np.asarray(array, np.float32))
+        return np.asarray(array, np.float32)
 
 
 Places = Mapping[str, Part | Sequence[Part]]
@@ -143,9 +149,6 @@ class Family:
     """A family of published models. `register` adds it to `FAMILIES`."""
 
     model_types: tuple[str, ...]
-    also_by_windows = False
-    """Whether the models are opened as pretrained decoders, which read by windows, unless `RunConfig.model` is
-    "decoder"."""
     embedding, final_norm, layers = "model.embed_tokens", "model.norm", "model.layers"
     """The names of modules in the file: those outside of layers, and the list of layers."""
     norms = "input_layernorm", "post_attention_layernorm"
@@ -160,7 +163,7 @@ class Family:
         del owner
         return saved
 
-    def name(self, tensor: str, config: DecoderConfig) -> str | None:
+    def name(self, tensor: str, config: AnyConfig) -> str | None:
         """The name under which the family knows a tensor of the file; None: it is not of the language model."""
         del config
         return tensor
@@ -173,27 +176,35 @@ class Family:
         """The decoder."""
         raise NotImplementedError
 
+    by_windows: Callable[[Fields], PretrainedConfig] | None = None
+    """The pretrained decoder, which reads by windows, as which the models are opened unless `RunConfig.model` is
+    "decoder"; None: they are always opened as a decoder."""
+
     def in_layer(
-        self, fields: Fields, config: DecoderConfig, mixers: Sequence[Any], ours: str, theirs: str
+        self, fields: Fields, config: AnyConfig, mixers: Sequence[Any], ours: str, theirs: str
     ) -> dict[str, Any]:
         """The places of a layer's mixers and output, and what differs from the class's names. `ours` and `theirs` are
         the beginnings of all names in the layer."""
         raise NotImplementedError
 
-    def places(self, fields: Fields, config: DecoderConfig) -> Places:
+    def places(self, fields: Fields, config: AnyConfig) -> Places:
         """The places of all parameters; those that the decoder lacks are not used."""
         places: dict[str, Any] = {
             "embedding": Part(f"{self.embedding}.weight"),
             "output_embedding": Part("lm_head.weight"),
-            "final_norm/scale": Part(f"{self.final_norm}.weight", offset=self.norm_offset),
+            **self._norm("final_norm", self.final_norm),
         }
         for i, mixers in enumerate(config.shape.layers):
             ours, theirs = f"layers/{i}/", f"{self.layers}.{i}."
             for path, norm in zip(("norm", "feedforward/norm"), self.norms):
-                places[f"{ours}{path}/scale"] = Part(f"{theirs}{norm}.weight", offset=self.norm_offset)
+                places |= self._norm(f"{ours}{path}", f"{theirs}{norm}")
             places |= gated_network(f"{ours}feedforward/network/", f"{theirs}{self.network}.")
             places |= self.in_layer(fields, config, mixers, ours, theirs)
         return places
+
+    def _norm(self, ours: str, theirs: str) -> dict[str, Part]:
+        scale = Part(f"{theirs}.weight", offset=self.norm_offset)
+        return {f"{ours}/scale": scale, f"{ours}/bias": Part(f"{theirs}.bias")}
 
 
 def parts_of(places: Places, path: str) -> Sequence[Part]:
@@ -221,11 +232,12 @@ def read_parameters(
     def make(path: str) -> np.ndarray:
         arrays = []
         for part in parts_of(places, path):
-            tensor = whole(part.tensor)
-            rows = range(len(tensor)) if part.rows is None else part.rows
-            if len(rows) and max(rows) >= len(tensor):
-                raise UserError(f"{owner}: {part.tensor} has {len(tensor)} rows, its config asks for more")
-            used.setdefault(part.tensor, (len(tensor), set()))[1].update(rows)
+            tensor = part.layout.read(whole(part.tensor))
+            size = tensor.shape[-1]
+            rows = range(size) if part.rows is None else part.rows
+            if len(rows) and max(rows) >= size:
+                raise UserError(f"{owner}: {part.tensor} has {size} rows, its config asks for more")
+            used.setdefault(part.tensor, (size, set()))[1].update(rows)
             arrays.append(part.read(tensor))
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
@@ -250,13 +262,11 @@ def to_tensors(family: Family, places: Places, params: Any) -> dict[str, np.ndar
             found.setdefault(part.tensor, []).append((part, part.write(piece)))
     tensors = {}
     for name, written in found.items():
-        if written[0][0].rows is None:
-            [(_, whole)] = written
-        else:
-            size = sum(len(piece) for _, piece in written)
-            whole = np.empty((size, *written[0][1].shape[1:]), np.float32)
-            for part, piece in written:
-                whole[np.asarray(part.rows)] = piece
+        (first, whole), *others = written
+        if first.rows is not None:
+            columns = np.concatenate([first.rows, *(part.rows for part, _ in others)])
+            whole = np.concatenate([piece for _, piece in written], axis=-1)[..., np.argsort(columns)]
+        whole = first.layout.write(whole)
         pieces = family.pieces(name)
         length = -(-len(whole) // len(pieces))
         for i, piece in enumerate(pieces):

@@ -1,16 +1,26 @@
-"""Folders of published models, as Hugging Face's transformers writes them: opened as our decoder, and written again."""
+"""Folders of published models, as Hugging Face's transformers writes them: opened, and written again.
+
+A model is opened as our decoder, or as a pretrained decoder, which reads by windows.
+"""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from etils import epath
 
 from meliad_like.config import Changes, RunConfig, bound_values, fit, parse
 from meliad_like.conversion.parameters import vocabulary_of
-from meliad_like.conversion.published.family import FAMILIES, Family, Fields, Places, read_parameters, to_tensors
+from meliad_like.conversion.published.family import FAMILIES, AnyConfig, Family, Fields, read_parameters, to_tensors
+from meliad_like.conversion.published.windows import (
+    RECURRENCE_NAME,
+    config_json,
+    read_recurrence,
+    with_recurrence,
+    write_recurrence,
+)
 from meliad_like.conversion.tensor_files import (
     CONFIG_NAME,
     TENSORS_NAME,
@@ -19,7 +29,7 @@ from meliad_like.conversion.tensor_files import (
     save_tensors,
     tensor_files,
 )
-from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.data.token_ids_vocabulary import TokenIdsVocabularyConfig
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
 from meliad_like.data.vocabulary import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
@@ -27,108 +37,134 @@ from meliad_like.errors import UserError
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.remote import any_path
+from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 
 SEGMENT = 2048
-"""The default number of tokens of a segment."""
+"""The default number of tokens of a segment of a decoder."""
 
 
-def family_of(folder: epath.PathLike, changes: Changes) -> Family | None:
-    """The family as which a folder is opened with these changes; None if it is of another format."""
-    path = any_path(folder) / CONFIG_NAME
-    family = FAMILIES.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
-    by_windows = family is not None and family.also_by_windows and changes.value("RunConfig.model", "") != "decoder"
-    return None if by_windows else family
+class Described(NamedTuple):
+    """The model that a config.json describes."""
+
+    config: AnyConfig
+    vocabulary_size: int
+    family: Family
+    fields: Fields
 
 
-def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig, Family, Places, int]:
-    """The config with which a published model is opened, its family, the places of its parameters, and the number of
-    its tokens.
-
-    The folder determines the decoder; the changes may set how it reads, documents and vocabulary. Without a tokenizer
-    in the folder, the vocabulary has token ids alone.
-    """
-    folder = Path(folder)
-    owner = str(folder / CONFIG_NAME)
-    family, saved = normal_form(read_object(folder / CONFIG_NAME), owner)
-    decoder, places, size = described(family, saved, owner)
-    # Any block length that is asked for has whole segments.
-    window = changes.value("DecoderConfig.window_length", decoder.window_length)
-    segment = changes.value("ReaderConfig.segment_length", window * max(SEGMENT // window, 1))
-    start = dataclasses.replace(
-        parse(),
-        model=dataclasses.replace(decoder, window_length=window),
-        vocabulary=_vocabulary(folder, saved, size),
-        data=LanesReaderConfig(segment_length=segment, tokens_per_step=segment),
-    )
-    run = changes(start)
-    _check_same(decoder, run.model, str(folder))
-    return run, family, places, size
+def described(saved: Mapping[str, Any], owner: str, *, decoder: bool = False) -> Described:
+    """The model of a config.json; `decoder`: in any case as our decoder."""
+    kind, owner = saved.get("model_type"), str(owner)
+    if kind not in list(FAMILIES):
+        raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    fields = Fields(family.normal_form(dict(saved), owner), owner)
+    [size] = fields.sizes("vocab_size")
+    try:
+        windows = family.by_windows
+        config = family.decoder(fields) if decoder or windows is None else windows(fields)
+    except UserError as error:
+        raise error if owner in str(error) else UserError(f"{owner}: {error}") from None
+    # Places read fields, too.
+    family.places(fields, config)
+    fields.check_all_read()
+    if isinstance(config, DecoderConfig):
+        config = dataclasses.replace(config, published=json.dumps(fields.saved, sort_keys=True))
+    return Described(config, size, family, fields)
 
 
-def open_published(folder: str | Path, changes: Changes, dtype: ActivationDtype) -> OpenedCheckpoint:
-    """Opens a published model at step 0 (`config_of_published`), with its matrices in this dtype."""
-    folder = Path(folder)
-    run, family, places, size = config_of_published(folder, changes)
-    vocabulary = vocabulary_of(run, size, folder)
-    model, files = Model(run.model, vocabulary.size), tensor_files(folder)
-    assert isinstance(run.model, DecoderConfig)
-    names = {ours: theirs for theirs in files if (ours := family.name(theirs, run.model)) is not None}
-    again = names.pop("lm_head.weight", None) if run.model.tied_embedding else None
+def described_by(folder: str | Path, *, decoder: bool = False) -> Described:
+    """The model of a folder, with the recurrence between windows that was saved there."""
+    path = Path(folder) / CONFIG_NAME
+    model = described(read_object(path), str(path), decoder=decoder)
+    if isinstance(model.config, PretrainedConfig) and (recurrence := Path(folder) / RECURRENCE_NAME).exists():
+        return model._replace(config=with_recurrence(recurrence, model.config))
+    return model
+
+
+def _params_of(folder: Path, model: Described, dtype: ActivationDtype) -> dict[str, Any]:
+    """The parameters in a folder; those of a recurrence only if it was saved there."""
+    config, family, files = model.config, model.family, tensor_files(folder)
+    names = {ours: theirs for theirs in files if (ours := family.name(theirs, config)) is not None}
+    again = names.pop("lm_head.weight", None) if config.tied_embedding else None
 
     def read(name: str) -> np.ndarray:
         return read_tensor(files[names[name]], names[name])
 
-    params = read_parameters(family, places, model.abstract_params_in(dtype), names, read, str(folder))
+    template = Model(config, model.vocabulary_size).abstract_params_in(dtype)
+    recurrence = template.pop("recurrence", None)
+    params = read_parameters(family, family.places(model.fields, config), template, names, read, str(folder))
     check_tied(files, again, params["embedding"], folder)
-    return OpenedCheckpoint(run, model, params, vocabulary, 0)
+    if recurrence is not None and (folder / RECURRENCE_NAME).exists():
+        params["recurrence"] = read_recurrence(folder / RECURRENCE_NAME, recurrence)
+    return params
 
 
-def _check_same(decoder: DecoderConfig, model: Any, owner: str) -> None:
-    """Raises a UserError if a model is not this decoder, or another one than in how it reads."""
-    if not isinstance(model, DecoderConfig) or not model.extends(decoder):
-        old, new = bound_values(decoder), bound_values(model)
-        names = model.determined(decoder) if isinstance(model, DecoderConfig) else ["RunConfig.model"]
+def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig, Described]:
+    """The config with which a published model is opened, and the model.
+
+    The folder determines the decoder, and its recurrence, if it has one; the changes may set how it reads, documents
+    and vocabulary. Without a tokenizer in the folder, the vocabulary has token ids alone.
+    """
+    folder = Path(folder)
+    model = described_by(folder, decoder=changes.value("RunConfig.model", "") == "decoder")
+    config = model.config
+    # Any block length that is asked for has whole segments.
+    window = changes.value(f"{type(config).__name__}.window_length", config.window_length)
+    blocks = max(SEGMENT // window, 1) if isinstance(config, DecoderConfig) else 1
+    segment = changes.value("ReaderConfig.segment_length", window * blocks)
+    recurrent = isinstance(config, PretrainedConfig) and config.summary is not None
+    start = dataclasses.replace(
+        parse(),
+        model=dataclasses.replace(config, window_length=window),
+        vocabulary=_vocabulary(folder, model.fields.saved, model.vocabulary_size),
+        data=(WindowsReaderConfig if recurrent else LanesReaderConfig)(segment_length=segment, tokens_per_step=segment),
+    )
+    run = changes(start)
+    _check_same(config, run.model, str(folder))
+    return run, model
+
+
+def open_published(folder: str | Path, changes: Changes, dtype: ActivationDtype = "float32") -> OpenedCheckpoint:
+    """Opens a published model at step 0 (`config_of_published`), with its matrices in this dtype."""
+    run, model = config_of_published(folder, changes)
+    vocabulary = vocabulary_of(run, model.vocabulary_size, folder)
+    params = _params_of(Path(folder), model, dtype)
+    return OpenedCheckpoint(run, Model(run.model, vocabulary.size), params, vocabulary, 0)
+
+
+def _check_same(config: AnyConfig, model: Any, owner: str) -> None:
+    """Raises a UserError if a model is not this one, or another one than in how it reads."""
+    if not model.extends(config):
+        old, new = bound_values(config), bound_values(model)
+        names = model.determined(config) if type(model) is type(config) else ["RunConfig.model"]
         raise UserError(
             f"{names[0]} = {new.get(names[0], type(model).__name__)!r}, but {owner} has {old.get(names[0])!r}"
         )
 
 
 def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
-    """Writes a decoder that was opened from a published model into an existing folder, without its tokenizer."""
-    model = opened.run.model
-    assert isinstance(model, DecoderConfig)
-    owner = f"the config.json of {type(model).__name__}.published"
-    family, saved = normal_form(json.loads(model.published), owner)
-    decoder, places, _ = described(family, saved, owner)
-    _check_same(decoder, model, owner)
+    """Writes a pretrained decoder, or a decoder that was opened from a published model, into an existing folder,
+    without its tokenizer. A recurrence, which config.json can't express, is saved in a file of its own."""
+    config, params, owner = opened.model.config, dict(opened.params), f"config.json of {folder}"
+    recurrence = params.pop("recurrence", None)
+    if isinstance(config, PretrainedConfig):
+        saved = config_json(config, opened.model.vocabulary_size, opened.vocabulary.end_of_document)
+        if recurrence is not None:
+            write_recurrence(config, recurrence, folder)
+    else:
+        assert isinstance(config, DecoderConfig)
+        saved = json.loads(config.published)
+    model = described(saved, owner, decoder=isinstance(config, DecoderConfig))
+    _check_same(model.config, config, owner)
     write_json(folder / CONFIG_NAME, saved | {"dtype": "float32"})
-    save_tensors(to_tensors(family, places, opened.params), folder / TENSORS_NAME, {"format": "pt"})
+    tensors = to_tensors(model.family, model.family.places(model.fields, model.config), params)
+    save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
 
 
-def normal_form(saved: dict[str, Any], owner: str) -> tuple[Family, dict[str, Any]]:
-    """The family of a config.json, and the form in which the family reads it."""
-    saved = FAMILIES[saved["model_type"]].normal_form(saved, owner)
-    return FAMILIES[saved["model_type"]], saved
-
-
-def described(family: Family, saved: dict[str, Any], owner: str) -> tuple[DecoderConfig, Places, int]:
-    """The decoder of a config.json, the places of its parameters, and the number of its tokens."""
-    fields = Fields(saved, owner)
-    [size] = fields.sizes("vocab_size")
-    try:
-        decoder = family.decoder(fields)
-    except UserError as error:
-        raise error if owner in str(error) else UserError(f"{owner}: {error}") from None
-    places = family.places(fields, decoder)
-    fields.check_all_read()
-    published = json.dumps(saved, sort_keys=True)
-    return dataclasses.replace(decoder, published=published), places, size
-
-
-def _vocabulary(folder: Path, saved: dict[str, Any], size: int) -> VocabularyConfig:
+def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> VocabularyConfig:
     """The vocabulary of a folder: ours, its tokenizer's with ids that are never written up to `size`, or ids alone, of
     which one ends documents if config.json says so."""
     if (folder / SETTINGS_NAME).exists():

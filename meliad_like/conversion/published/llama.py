@@ -1,43 +1,58 @@
-"""Llama and Mistral (`model_type` llama and mistral) as decoders that carry, where `RunConfig.model` is "decoder"."""
+"""Llama and Mistral (`model_type` llama and mistral), which read by windows, or as decoders that carry."""
 
-from meliad_like.conversion.pretrained_formats import CONSTANTS, MISTRAL_WINDOW
 from meliad_like.conversion.published.family import Family, register
-from meliad_like.conversion.published.parts import FULL_SPAN, attention, places_of_attention, rotary, stack
+from meliad_like.conversion.published.parts import CONSTANTS, FULL_SPAN, attention, places_of_attention, rotary, stack
+from meliad_like.conversion.published.windows import read_config
+from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import GatedFeedForward
+from meliad_like.mixers.dot_product_attention import DotProductAttention
+
+MISTRAL_WINDOW = 4096
+"""The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 
 
 @register
 class LlamaFamily(Family):
-    """Full attention sees as many tokens as the model has positions, and at most `FULL_SPAN`; Mistral's its window."""
+    """A decoder's full attention sees as many tokens as the model has positions, and at most `FULL_SPAN`; Mistral's its
+    window."""
 
     model_types = ("llama", "mistral")
-    also_by_windows = True
 
     def name(self, tensor, config):
         return None if tensor.endswith(CONSTANTS) else tensor
 
+    def by_windows(self, fields):
+        for bias in ("attention_bias", "mlp_bias"):
+            fields.only(bias, False)
+        return self._config(fields)
+
     def decoder(self, fields):
-        layers, d, f, h, positions = fields.sizes(
-            "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"
-        )
-        fields.only("hidden_act", "silu", "swish")
-        fields.only("pretraining_tp", 1)
-        fields.only("rope_interleaved", False)
-        span = min(positions, FULL_SPAN)
-        if fields.saved["model_type"] == "mistral":
-            fields.sizes("num_key_value_heads")
-            # Null: none.
-            span = fields("sliding_window", int, span if "sliding_window" in fields.saved else MISTRAL_WINDOW)
+        config = self._config(fields)
+        span = config.sliding_window or min(config.max_positions, FULL_SPAN)
+        heads, scaling = config.num_key_value_heads, config.rotary_scaling
+        positions = {"rotary_base": config.rotary_base, "rotary_scaling": scaling}
         return stack(
             fields,
-            ["attention"] * layers,
-            {"attention": attention(fields, span=span, **rotary(fields))},
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
-            head_size=fields("head_dim", int, d // h),
+            ["attention"] * config.num_layers,
+            {"attention": attention(fields, span=span, num_key_heads=heads, **positions)},
+            model_width=config.model_width,
+            feedforward_width=config.feedforward_width,
+            num_heads=config.num_heads,
+            head_size=config.head_size,
+            feedforwards=(GatedFeedForward(config.activation),),
             feedforward_bias=fields("mlp_bias", bool, False),
-            norm_epsilon=fields("rms_norm_eps", float, 1e-6),
+            norm_epsilon=config.norm_epsilon,
         )
 
+    def _config(self, fields):
+        """The config by windows."""
+        positions = rotary(fields)
+        if (share := positions.pop("rotary_share")) != 1:
+            raise UserError(f"{fields.owner}: we can't honour positions on a share of {share} of a head's channels")
+        if fields.saved["model_type"] == "mistral" and fields.saved.get("sliding_window") is None:
+            positions["sliding_window"] = 0 if "sliding_window" in fields.saved else MISTRAL_WINDOW
+            fields.without_effect("sliding_window")
+        return read_config(fields, **positions)
+
     def in_layer(self, fields, config, mixers, ours, theirs):
-        return places_of_attention(mixers[0], ours, f"{theirs}self_attn.")
+        return places_of_attention(DotProductAttention(), ours, f"{theirs}self_attn.")

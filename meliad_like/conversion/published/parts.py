@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from meliad_like.config import fit
-from meliad_like.conversion.pretrained_formats import read_scaling
-from meliad_like.conversion.published.family import FILTERS, Fields, Part, linear
+from meliad_like.config import field_types, fit
+from meliad_like.conversion.published.family import FILTERS, TABLES, Fields, Part, linear
 from meliad_like.errors import UserError
-from meliad_like.layers.rotary import RotaryScaling
+from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.mixers.base import MIXERS, DecoderShape, MixerConfig
 from meliad_like.mixers.dot_product_attention import DotProductAttention, SpanAttentionConfig
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -21,6 +20,11 @@ BLOCK = 128
 FULL_SPAN = 8192
 """The default number of tokens that full attention sees: all up to here are cached. Another one is
 `DotProductAttention.span`. The positions that a model states (`max_position_embeddings`) have no effect on it."""
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""The ends of names of masks and wavelengths that older versions saved with the parameters; the config has them."""
+ROTARY: dict[str, str] = TABLES["rotary"]
+ROTARY_REQUIRED = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+"""The fields that config.json must have, if its rotary scaling has them."""
 MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """Fields of rotary positions of pictures. Positions of text are the usual ones."""
 
@@ -79,6 +83,7 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: 
     base that is null means no positions. `kind`: the kind of layers, if each has its own; a scaling in an older field
     is then that of full attention."""
     older, saved = fields("rope_scaling", dict, {}), fields("rope_parameters", dict, {})
+    owner = f"{fields.owner}: {'rope_parameters' if saved else 'rope_scaling'}"
     if kind is not None:
         saved = fit(saved.get(kind) or {}, dict, f"{fields.owner}: rope_parameters")
     saved = (older if kind in (None, "full_attention") else {}) | saved
@@ -92,12 +97,30 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: 
     theta, share = saved.pop("rope_theta", base), saved.pop("partial_rotary_factor", share)
     if theta is None:
         return {"rotary_share": 0.0}
-    owner = f"{fields.owner}: rope_parameters"
-    scaling: RotaryScaling = read_scaling(saved, owner)
-    numbers = {"rotary_base": theta, "rotary_share": share}
-    return {name: fit(value, float, f"{owner}: {name}") for name, value in numbers.items()} | {
-        "rotary_scaling": scaling
+    return {
+        "rotary_base": fit(theta, float, f"{owner}: rope_theta"),
+        "rotary_share": fit(share, float, f"{owner}: partial_rotary_factor"),
+        "rotary_scaling": _scaling(saved, owner),
     }
+
+
+def _scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
+    """The scaling that fields of config.json name, without the base of the wavelengths."""
+    old_name = saved.pop("type", "default")
+    kind, kinds = saved.pop("rope_type", old_name), [kind for kind in ROTARY_SCALINGS if kind != "none"]
+    if kind == "default":
+        return RotaryScaling()
+    if kind not in kinds:
+        raise UserError(f"{owner}: we can't honour rope_type {kind!r}, only default, {', '.join(kinds)}")
+    types, fields = field_types(ROTARY_SCALINGS[kind]), {}
+    saved = {key: value for key, value in saved.items() if value is not None}
+    for key, value in saved.items():
+        if (name := ROTARY.get(key)) not in types:
+            raise UserError(f"{owner}: we can't honour {key} = {value!r} for rope_type {kind!r}")
+        fields[name] = fit(value, types[name], f"{owner}: {key}")
+    if missing := [key for key in ROTARY_REQUIRED if ROTARY[key] in types and key not in saved]:
+        raise UserError(f"{owner} has no {missing[0]}")
+    return ROTARY_SCALINGS[kind](**fields)
 
 
 def stack(

@@ -51,7 +51,7 @@ def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, text_le
 def encoder_params(config: PretrainedConfig, params: Params) -> Params:
     """The parameters of a pretrained decoder that an encoder of this config has."""
     used = {name: value for name, value in params.items() if name not in ("recurrence", "output_embedding")}
-    return used | {"blocks": {i: params["blocks"][i] for i in range(config.num_layers)}}
+    return used | {"layers": {i: params["layers"][i] for i in range(config.num_layers)}}
 
 
 @dataclasses.dataclass(frozen=True)

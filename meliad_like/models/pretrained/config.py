@@ -4,16 +4,20 @@ import dataclasses
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.basic import Activation
+from meliad_like.layers.feedforward import FeedForwardConfig, GatedFeedForward, PlainFeedForward
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
+from meliad_like.mixers.base import DecoderShape
+from meliad_like.mixers.positions import NoPosition
 from meliad_like.models.config import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
 from meliad_like.models.model import block_offset
+from meliad_like.models.pretrained.attention import WindowAttentionConfig
 from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
-from meliad_like.registry import kind_field, resumable, size
+from meliad_like.registry import bound_values, kind_field, resumable, size
 from meliad_like.validation import check_positive, layer_indices
 
 DECODER_FIELDS = (
@@ -33,6 +37,9 @@ DECODER_FIELDS = (
     "tied_embedding",
 )
 """The fields that the file of a pretrained model determines."""
+
+HOW_IT_BEGINS = ("WindowSummary.scale", "WindowSummary.rate")
+"""The fields of a recurrence that determine only its training."""
 
 
 @MODELS.register("pretrained")
@@ -111,10 +118,15 @@ class PretrainedConfig(ModelConfig):
 
     def extends(self, other: ModelConfig) -> bool:
         """Whether the other config is of the same decoder, with the same recurrence if it has one."""
-        if not isinstance(other, PretrainedConfig):
-            return False
-        same_decoder = all(getattr(self, name) == getattr(other, name) for name in DECODER_FIELDS)
-        return same_decoder and (other.summary is None or other.summary.extended_by(self.summary))
+        return isinstance(other, PretrainedConfig) and not self.determined(other)
+
+    def determined(self, other: "PretrainedConfig") -> list[str]:
+        """The names of the fields of the other's decoder and recurrence, if it has one, that differ."""
+        names = [f"PretrainedConfig.{name}" for name in DECODER_FIELDS] + list(bound_values(other.rotary_scaling))
+        if other.summary is not None:
+            names += ["PretrainedConfig.recurrence", *bound_values(other.summary)]
+        ours, theirs = bound_values(self), bound_values(other)
+        return [name for name in names if ours.get(name) != theirs[name] and name not in HOW_IT_BEGINS]
 
     def for_separate_sequences(self, num_tokens: int) -> "PretrainedConfig":
         if self.window_length > self.max_positions:
@@ -153,15 +165,34 @@ class PretrainedConfig(ModelConfig):
         return layer_indices("WindowSummary.layers", self.summary.layers, self.num_layers)
 
     @property
-    def wavelengths(self) -> Float[np.ndarray, " half"]:
-        """`llama`: the wavelength over 2 pi of each pair of a head's elements, in tokens."""
-        longer = self.window_length / self.max_positions
-        return self.rotary_scaling.wavelengths(self.head_size, self.rotary_base, longer)
+    def attention(self) -> WindowAttentionConfig:
+        """The attention of each layer."""
+        bias = self.architecture == "gpt2"
+        return WindowAttentionConfig(
+            span=self.sliding_window or self.window_length,
+            num_key_heads=self.num_key_value_heads,
+            rotary_share=float(self.architecture == "llama"),
+            rotary_base=self.rotary_base,
+            rotary_scaling=self.rotary_scaling,
+            input_bias=bias,
+            output_bias=bias,
+            overlap=self.overlap,
+            longer=self.window_length / self.max_positions,
+        )
 
     @property
-    def stride(self) -> int:
-        """The number of tokens from the beginning of a window to the beginning of the next one."""
-        return self.window_length - self.overlap
+    def network(self) -> FeedForwardConfig:
+        """The feed-forward network of each layer."""
+        kind = PlainFeedForward if self.architecture == "gpt2" else GatedFeedForward
+        return kind(activation=self.activation)
+
+    @property
+    def shape(self) -> DecoderShape:
+        """The sizes of the decoder."""
+        bias, n = self.architecture == "gpt2", self.num_layers
+        sizes = self.model_width, self.num_heads, self.head_size, self.feedforward_width, bias, self.norm_epsilon
+        how_it_reads = self.window_length, self.dropout_rate, True, "none", "none", NoPosition()
+        return DecoderShape(*sizes, *how_it_reads, ((self.attention,),) * n, (self.network,) * n)
 
     def flops(self, vocabulary_size: int) -> Flops:
         """The operations of one token of a window in all layers, of its logits, and of its share of the recurrence.
@@ -175,7 +206,7 @@ class PretrainedConfig(ModelConfig):
         """
         d, w, queries = self.model_width, self.window_length, self.num_heads * self.head_size
         keys = self.num_key_value_heads * self.head_size
-        feedforward = self._num_feedforward_products * 2 * d * self.feedforward_width
+        feedforward = self.network.flops(d, self.feedforward_width).forward
         linear, attention = 2 * d * (2 * queries + 2 * keys) + feedforward, 2 * 2 * w * queries
         inserting = recurrence = 0.0
         if self.summary is not None:
@@ -192,10 +223,6 @@ class PretrainedConfig(ModelConfig):
         above = (self.num_layers - 1 - min(self.insertion_indices)) * (linear + 2 * attention)
         return Flops(forward, in_first + above + logits + 2 * recurrence - inserting)
 
-    @property
-    def _num_feedforward_products(self) -> int:
-        return 3 if self.architecture == "llama" else 2
-
     def _flops_by_the_paper(self) -> float:
         """The operations of a predicted token as counted by Yoshida et al. 2020 (tables 1 and 2).
 
@@ -205,7 +232,7 @@ class PretrainedConfig(ModelConfig):
         """
         d, queries = self.model_width, self.num_heads * self.head_size
         kernels = d * (2 * queries + 2 * self.num_key_value_heads * self.head_size)
-        parameters = self.num_layers * (kernels + self._num_feedforward_products * d * self.feedforward_width)
+        parameters = self.num_layers * (kernels + self.network.flops(d, self.feedforward_width).forward / 2)
         disjoint = 2 * parameters + 2 * self.num_layers * self.window_length * queries
         # The paper rounds first: of 1.754e8, three of table 2's figures would have another last digit.
-        return self.window_length / self.stride * float(f"{disjoint:.3g}")
+        return self.window_length / (self.window_length - self.overlap) * float(f"{disjoint:.3g}")

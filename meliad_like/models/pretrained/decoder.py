@@ -9,21 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import (
-    ACTIVATIONS,
     LINEAR,
     LayerNorm,
     Linear,
     RMSNorm,
     check_tokens,
     dropout,
-    dropout_multiplier,
     embed,
     fold_key,
     parameter,
@@ -34,24 +30,20 @@ from meliad_like.layers.basic import (
 )
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import token_losses
-from meliad_like.layers.positions import rotate
 from meliad_like.layers.sharding import constrain
-from meliad_like.mixers.base import LayerContext
+from meliad_like.mixers.base import MIXERS, LayerContext
+from meliad_like.mixers.dot_product_attention import AttentionCache, DotProductAttention
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer
 from meliad_like.models.model import BaseDecoder, DecoderCarry, apply_layers, block_offset, block_positions, groups_of
+from meliad_like.models.pretrained.attention import INSERTED
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import Recurrence
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
-
-
-class KeyValueCache(NamedTuple):
-    """The keys and values of one layer while decoding, by offset in the window (`w`) and head of keys (`g`)."""
-
-    key: Float[Array, "b g w k"]
-    value: Float[Array, "b g w k"]
+ATTENTION = MIXERS.name_of(DotProductAttention())
+"""The name of a layer's attention, as in a decoder."""
 
 
 def make_norm(config: PretrainedConfig, rngs) -> LayerNorm | RMSNorm:
@@ -63,117 +55,52 @@ def make_norm(config: PretrainedConfig, rngs) -> LayerNorm | RMSNorm:
 class Block(Layer):
     """Causal attention and a feed-forward network, each after a norm and added to the residual stream.
 
-    Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama), with grouped heads (Ainslie et al. 2023). The vectors
-    inserted into the window, `LayerContext.published["inserted"]`, are keys and values but not queries.
+    Radford et al. 2019 (GPT-2); Touvron et al. 2023 (Llama). Parameters have the names of a `DecoderLayer`; dropout is
+    where GPT-2 has it, of what is added. Vectors are inserted before the attention's norm or after it.
     """
 
     def __init__(self, config: PretrainedConfig, index: int, *, rngs):
         self.config = config
         self.has_insertions = index in config.insertion_indices
-        d, f = config.model_width, config.feedforward_width
-        queries, keys = config.num_heads * config.head_size, config.num_key_value_heads * config.head_size
-        llama = config.architecture == "llama"
+        attention, shape, d, f = config.attention, config.shape, config.model_width, config.feedforward_width
+        bias = zeros if attention.output_bias else None
+        self.norm = make_norm(config, rngs)
+        self.mixers = nnx.Dict({ATTENTION: attention.build(shape, rngs=rngs)})
+        self.output = Linear(shape.inner_width, d, ("heads", "model"), bias_initializer=bias, rngs=rngs)
+        network = config.network.build(d, f, bias=shape.feedforward_bias, rngs=rngs)
+        self.feedforward = nnx.Dict({"norm": make_norm(config, rngs), "network": network})
 
-        settings = {"initializer": normal, "bias_initializer": None if llama else zeros, "rngs": rngs}
-
-        def linear(size_in: int, size_out: int, *axes: str) -> Linear:
-            return Linear(size_in, size_out, axes, matmul_dtype=config.matmul_dtype, **settings)
-
-        self.attention_norm = make_norm(config, rngs)
-        self.query = linear(d, queries, "model", "heads")
-        self.key = linear(d, keys, "model", "heads")
-        self.value = linear(d, keys, "model", "heads")
-        self.output = linear(queries, d, "heads", "model")
-        self.feedforward_norm = make_norm(config, rngs)
-        self.feedforward_gate = linear(d, f, "model", "feedforward") if llama else None
-        self.feedforward_hidden = linear(d, f, "model", "feedforward")
-        self.feedforward_output = linear(f, d, "feedforward", "model")
-
-    def init_cache(self, b: int) -> KeyValueCache:
+    def init_cache(self, b: int) -> AttentionCache:
         """An empty cache, for decoding."""
-        config = self.config
-        shape = b, config.num_key_value_heads, config.window_length, config.head_size
-        empty = jnp.zeros(shape, config.activation_dtype)
-        return KeyValueCache(empty, empty)
+        return self.mixers[ATTENTION].init_carry(b, self.config.activation_dtype)
 
     def carry_axes(self, carry):
         return jax.tree.map(lambda _: ("lanes",), carry)
 
     def __call__(self, x, context, carry, dropout_key=None):
-        """Reads a segment, as any `Layer`. A carry in its form for decoding gets the keys and values of the last
-        window."""
-        positions = context.positions
-        c = positions.shape[1]
         keys = split_key(dropout_key, 3)
-        windows = rearrange(self.attention_norm(x), "b (c w) d -> (b c) w d", c=c)
-        w = windows.shape[1]
-        query, key, value = self._heads(windows, jnp.arange(w)[None])
-        if carry is not None:
-            last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
-            carry = KeyValueCache(*last)
-        offset = np.arange(w)
-        visible = jnp.broadcast_to(self._sees(offset[:, None], offset), (windows.shape[0], w, w))
-        mixed = self._attend(query, key, value, visible, context, positions.reshape(-1) > 0, keys[0])
-        return self._finish(x, rearrange(mixed, "(b c) w i -> b (c w) i", c=c), keys[1], keys[2]), carry
+        mixed, carry = self.mixers[ATTENTION](self.norm(x), self._inserted(context, x.dtype), carry, keys[0])
+        return self._finish(x, mixed, *keys[1:]), carry
 
-    def step(self, x, context, carry: KeyValueCache):
-        position = context.positions
-        w = self.config.window_length
-        offset, lanes = block_offset(position, w, self.config.overlap), jnp.arange(x.shape[0])
-        query, key, value = self._heads(self.attention_norm(x)[:, None], offset[:, None])
-        carry = KeyValueCache(
-            carry.key.at[lanes, :, offset].set(key[:, :, 0]), carry.value.at[lanes, :, offset].set(value[:, :, 0])
-        )
-        visible = self._sees(offset[:, None], jnp.arange(w))[:, None]
-        mixed = self._attend(query, *carry, visible, context, position >= w, None)
-        return self._finish(x, mixed[:, 0], None, None), carry
+    def step(self, x, context, carry):
+        mixed, carry = self.mixers[ATTENTION].step(self.norm(x), self._inserted(context, x.dtype), carry)
+        return self._finish(x, mixed, None, None), carry
 
-    def _sees(self, query, key):
-        """Whether the token at one offset in its window attends to that at another."""
-        span = self.config.sliding_window
-        return (key <= query) & (key > query - span) if span else key <= query
-
-    def _heads(self, y: Float[Array, "b t d"], offset: Int[Array, "#b t"]):
-        """Queries, keys and values of tokens at these offsets in their windows, by head."""
-        config, g = self.config, self.config.num_key_value_heads
-        query, key, value = self.query(y), self.key(y), self.value(y)
-        query, key, value = split_heads(query, config.num_heads), split_heads(key, g), split_heads(value, g)
-        if config.architecture == "llama":
-            wavelength, scale = config.wavelengths, config.rotary_scaling.attention_scale
-            query, key = (scale * rotate(x, offset[:, None], wavelength) for x in (query, key))
-        return query, key, value
-
-    def _attend(self, query, key, value, visible, context, present: Bool[Array, " l"], dropout_key):
-        """Attention to the tokens of the window, and to the inserted vectors in windows where they are present."""
-        inserted = context.published["inserted"] if self.has_insertions else None
-        if inserted is not None:
-            vectors, g = inserted.astype(query.dtype), self.config.num_key_value_heads
+    def _inserted(self, context: LayerContext, dtype: Any) -> LayerContext:
+        """The context with the vectors as the attention reads them; None if this layer has none."""
+        vectors = context.published[INSERTED] if self.has_insertions else None
+        if vectors is not None:
+            vectors = vectors.astype(dtype)
             assert self.config.summary is not None
             if self.config.summary.insertion_point == "before_norm":
-                vectors = self.attention_norm(vectors)
-            # No position is added to the vectors, and rotary positions do not turn them.
-            key = jnp.concatenate([split_heads(self.key(vectors), g), key], axis=2)
-            value = jnp.concatenate([split_heads(self.value(vectors), g), value], axis=2)
-            present = jnp.broadcast_to(present[:, None, None], (*visible.shape[:2], vectors.shape[1]))
-            visible = jnp.concatenate([present, visible], axis=2)
-        # Each head of keys serves consecutive heads of queries.
-        g, (b, h, t, k), rate = key.shape[1], query.shape, self.config.dropout_rate
-        query = (query * k**-0.5).reshape(b, g, h // g * t, k)
-        multiplier = None
-        if dropout_key is not None and rate > 0.0:
-            multiplier = dropout_multiplier(dropout_key, rate, (b, g, h // g * t, key.shape[2]), jnp.float32)
-        mask = jnp.tile(visible, (1, h // g, 1))[:, None]
-        return merge_heads(attend(query, key, value, mask=mask, multiplier=multiplier).reshape(b, h, t, k))
+                vectors = self.norm(vectors)
+        return context._replace(published={INSERTED: vectors})
 
     def _finish(self, x, mixed, attention_key, feedforward_key):
-        rate, activation = self.config.dropout_rate, ACTIVATIONS[self.config.activation]
-        x = x + dropout(self.output(mixed), rate, attention_key)
+        x = x + dropout(self.output(mixed), self.config.dropout_rate, attention_key)
         with jax.named_scope("feedforward"):
-            y = self.feedforward_norm(x)
-            hidden = self.feedforward_hidden(y)
-            gate = self.feedforward_gate
-            hidden = activation(hidden) if gate is None else activation(gate(y)) * hidden
-            return x + dropout(self.feedforward_output(hidden), rate, feedforward_key)
+            y = self.feedforward["network"](self.feedforward["norm"](x))
+            return x + dropout(y, self.config.dropout_rate, feedforward_key)
 
 
 class Window(NamedTuple):
@@ -197,22 +124,20 @@ class PretrainedDecoder(BaseDecoder):
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config, self.overlap = config, config.overlap
-        d, shape = config.model_width, (vocabulary_size, config.model_width)
-        self.embedding = parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
-        learned = config.architecture == "gpt2"
-        self.positions = (
-            parameter(rngs.params(), normal, (config.max_positions, d), (None, "model"), "table") if learned else None
-        )
-        self.blocks = nnx.List(Block(config, i, rngs=rngs) for i in range(config.num_layers))
-        self.final_norm = make_norm(config, rngs)
-        tied = config.tied_embedding
-        self.output_embedding = (
-            None if tied else parameter(rngs.params(), normal, shape, ("vocabulary", "model"), "table")
-        )
 
-    @property
-    def layers(self):
-        return self.blocks
+        def table(size: int, axis: str | None) -> nnx.Param:
+            return parameter(rngs.params(), normal, (size, config.model_width), (axis, "model"), "table")
+
+        self.embedding = table(vocabulary_size, "vocabulary")
+        self.positions = table(config.max_positions, None) if config.architecture == "gpt2" else None
+        self.layers = nnx.List(Block(config, i, rngs=rngs) for i in range(config.num_layers))
+        self.final_norm = make_norm(config, rngs)
+        self.output_embedding = None if config.tied_embedding else table(vocabulary_size, "vocabulary")
+        for _, node in list(nnx.iter_graph(self.layers)):
+            if isinstance(node, Linear):
+                node.matmul_dtype = config.matmul_dtype
+                # As these models begin.
+                node.kernel[...] = normal(rngs.params(), node.kernel.shape)
 
     def embed(self, tokens, position, dropout_key):
         # Rounded after the lookup, so that gradients, which are sums of many small terms, are float32.
@@ -237,10 +162,10 @@ class PretrainedDecoder(BaseDecoder):
         b = carry.position.shape[0]
         tokens = jnp.zeros((b, self.config.window_length), jnp.int32)
         window = (carry.window or Window())._replace(tokens=tokens)
-        return carry._replace(layers=[block.init_cache(b) for block in self.blocks], window=window)
+        return carry._replace(layers=[layer.init_cache(b) for layer in self.layers], window=window)
 
     def end_decoding(self, carry):
-        return carry._replace(layers=[None] * len(self.blocks), window=None)
+        return carry._replace(layers=[None] * len(self.layers), window=None)
 
     def read_window(
         self,
@@ -257,14 +182,14 @@ class PretrainedDecoder(BaseDecoder):
             inserted: the vectors from the window before; None: none are inserted.
         """
         position = jnp.zeros(tokens.shape[0], jnp.int32) if position is None else position
-        return self._read_window(tokens, position, inserted, [None] * len(self.blocks), dropout_key)[0]
+        return self._read_window(tokens, position, inserted, [None] * len(self.layers), dropout_key)[0]
 
     def _read_window(self, tokens, position, inserted, caches, dropout_key):
         """`read_window` with the caches that the window fills while decoding."""
-        keys = split_key(dropout_key, len(self.blocks) + 2)
+        keys = split_key(dropout_key, len(self.layers) + 2)
         x = constrain(self.embed(tokens, jnp.arange(tokens.shape[1]), keys[-2]), "lanes", None, None)
         groups = groups_of(self.layers, self.config.scan_layers)
-        context = LayerContext(position[:, None], {"inserted": inserted})
+        context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
     def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
@@ -329,7 +254,7 @@ class RecurrentDecoder(PretrainedDecoder):
         return super().init_carry(b)._replace(window=Window(inserted=inserted))
 
     def published(self, carry, start):
-        return {"inserted": carry.window.inserted}
+        return {INSERTED: carry.window.inserted}
 
     def begin_decoding(self, carry):
         carry, d = super().begin_decoding(carry), self.config.model_width

@@ -5,7 +5,6 @@ a window, but the text calls it an average: `sum` is the equation, `mean` the te
 values in some layers of the next window, in the same softmax as its own tokens.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -61,11 +60,6 @@ class WindowSummary:
         check_not_negative(self, ("depth", "scale"))
         if not self.rate > 0:
             raise UserError(f"WindowSummary.rate={self.rate} must be positive")
-
-    def extended_by(self, other: "WindowSummary | None") -> bool:
-        """Whether the other config describes a recurrence with the same parameters and the same result."""
-        same = {"scale": self.scale, "rate": self.rate}
-        return other is not None and dataclasses.replace(other, **same) == self
 
     def sizes(self, model_width: int) -> list[tuple[int, int]]:
         """The widths of the input and the output of each layer of the network."""
