@@ -173,6 +173,26 @@ def test_without_an_end_of_documents_no_token_ends_a_text(tmp_path, end):
     assert named.vocabulary.end_of_document == 7
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_text_ends_at_any_of_several_tokens(tmp_path, name):
+    """The file for generation counts more than the other."""
+    with np.load(GOLDEN / "recurrent_gemma" / "expected.npz") as file:
+        ids, greedy = file["ids"][0], file["greedy"][0].tolist()
+    ends = [min(set(range(101)) - {*greedy}), greedy[5]]
+    folder = copied("recurrent_gemma", tmp_path / "folder", {"eos_token_id": ends[0]})
+    saved = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
+    (folder / name).write_text(json.dumps(saved))
+    lm = meliad_like.load(folder)
+    assert lm.generate(ids, 20, temperature=0.0).tokens == greedy[: greedy.index(ends[1]) + 1]
+    assert lm.generate(ids, 20, temperature=0.0, stop_at_end=False).tokens == greedy
+    lm.vocabulary.save(tmp_path)
+    assert load_vocabulary(tmp_path).end_tokens == lm.vocabulary.end_tokens == tuple(ends)
+    assert (
+        lm.vocabulary.fingerprint
+        == opened("recurrent_gemma", **{"TokenIdsVocabularyConfig.end_token": ends[0]}).vocabulary.fingerprint
+    )
+
+
 def test_how_far_a_model_sees_and_the_size_of_its_state_are_said(tmp_path):
     lm = opened("qwen3_5", **{"DotProductAttention.span": 24})
     size = sum(x.nbytes for x in lm.read(range(50)).arrays.values())

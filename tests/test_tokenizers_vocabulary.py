@@ -89,11 +89,11 @@ def test_no_document_is_cut_or_filled(folder, tmp_path):
 
 def test_saved_with_a_store_and_loaded(folder, tmp_path):
     (folder / "added_tokens.json").write_text('{"<end>": 262}')
-    vocabulary = config(folder, size_multiple=8, end_token="<end>").make()
+    vocabulary = config(folder, size_multiple=8, end_token="<end>", stop_tokens=(3,)).make()
     (tmp_path / "store").mkdir()
     vocabulary.save(tmp_path / "store")
     loaded = load_vocabulary(tmp_path / "store")
-    assert (loaded.fingerprint, loaded.size, loaded.end_of_document) == (vocabulary.fingerprint, 264, 262)
+    assert (loaded.fingerprint, loaded.size, loaded.end_tokens) == (vocabulary.fingerprint, 264, (262, 3))
     assert loaded.fingerprint != config(folder).make().fingerprint
 
 

@@ -13,7 +13,7 @@ from meliad_like.config.saved import GIN_NAME
 from meliad_like.conversion import own_decoders
 from meliad_like.conversion.published.folder import config_of_published, open_published, write_published
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
-from meliad_like.conversion.tensor_files import CONFIG_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
+from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
 from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, export_tokenizer
 from meliad_like.data.vocabulary import FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError
@@ -30,7 +30,6 @@ from meliad_like.run.opening import (
     write_checkpoint,
 )
 
-GENERATION_NAME = "generation_config.json"
 NO_TOKENIZER = "transformers has no tokenizer like the {} vocabulary"
 
 
@@ -108,7 +107,7 @@ def _write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     # Tokens with a name are not suppressed in pretrained models, which may write them.
     names = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
     unnamed = [token for token in _unwritable(vocabulary) if names.id_to_token(token) is None]
-    if unnamed:
+    if unnamed or len(vocabulary.end_tokens) > 1:
         _write_generation_config(vocabulary, unnamed, folder)
 
 
@@ -150,5 +149,6 @@ def _unwritable(vocabulary: Vocabulary) -> list[int]:
 
 
 def _write_generation_config(vocabulary: Vocabulary, suppressed: list[int], folder: Path) -> None:
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocabulary.end_of_document)
+    first, *others = vocabulary.end_tokens
+    ends = {"bos_token_id": first, "eos_token_id": [first, *others] if others else first}
     write_json(folder / GENERATION_NAME, ends | ({"suppress_tokens": suppressed} if suppressed else {}))

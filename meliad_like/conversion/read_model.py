@@ -77,7 +77,7 @@ class Model:
         """Continues documents by at most `length` tokens, until all have ended; 0: always by the most likely token.
         Returns the tokens, [b, n], which have no meaning after a document's end, and the state after them."""
         carry, rows, random = copy.deepcopy(state.carry), state.token[:, None], np.random.default_rng(seed)
-        while rows.shape[1] <= length and not (rows[:, 1:] == self.vocabulary["end_of_document"]).any(axis=1).all():
+        while rows.shape[1] <= length and not np.isin(rows[:, 1:], self.vocabulary["end_tokens"]).any(axis=1).all():
             _, logits, carry = self._run("token", carry, rows[:, [-1, -1]])
             noise = random.gumbel(size=logits.shape) if temperature else 0
             logits = np.asarray(logits) / (temperature or 1) + noise

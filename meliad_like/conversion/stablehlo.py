@@ -55,7 +55,7 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
         "vocabulary": {
             "kind": vocabulary.kind,
             "size": vocabulary.size,
-            "end_of_document": next(iter(vocabulary.end_tokens), None),
+            "end_tokens": list(vocabulary.end_tokens),
             "unwritable": np.flatnonzero(~vocabulary.writable).tolist(),
         },
         "window_length": window,

@@ -12,7 +12,7 @@ import safetensors.numpy
 from meliad_like.errors import UserError, reading
 from meliad_like.resumable import read_object
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 TENSORS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")

@@ -1,6 +1,6 @@
 """The vocabulary of a model without a tokenizer: token ids that stand for no text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
@@ -19,15 +19,19 @@ class TokenIdsVocabularyConfig(VocabularyConfig):
     end_token: int | None = None
     """The id that ends a document; None: none, so that generation doesn't stop, and documents can't be read."""
 
+    stop_tokens: tuple[int, ...] = ()
+    """Further ids at which a model stops to write."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("num_tokens",))
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         if self.end_token is not None and not 0 <= self.end_token < self.num_tokens:
             name = "TokenIdsVocabularyConfig.end_token"
             raise UserError(f"{name}={self.end_token} must be at least 0 and below num_tokens={self.num_tokens}")
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
-        return TokenIdsVocabulary(self.num_tokens, self.end_token, self.size_multiple)
+        return TokenIdsVocabulary(self.num_tokens, self.end_token, self.size_multiple, self.stop_tokens)
 
 
 class TokenIdsVocabulary(Vocabulary):
@@ -35,9 +39,10 @@ class TokenIdsVocabulary(Vocabulary):
 
     kind, end_is_text = "token_ids", True
 
-    def __init__(self, num_tokens: int, end_token: int | None, size_multiple: int = 1):
+    def __init__(self, num_tokens: int, end_token: int | None, size_multiple: int = 1, stop_tokens: Sequence[int] = ()):
         settings = {"num_tokens": num_tokens, "end_token": end_token}
-        super().__init__([b""] * num_tokens, end_token, size_multiple, lossless=False, **settings)
+        pieces, stops = [b""] * num_tokens, tuple(stop_tokens)
+        super().__init__(pieces, end_token, size_multiple, lossless=False, stop_tokens=stops, **settings)
         self.writable[:num_tokens] = True
 
     def encode(self, text: str):

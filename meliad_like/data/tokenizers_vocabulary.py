@@ -53,15 +53,18 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
     end_token: str = ""
     """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
+    stop_tokens: tuple[int, ...] = ()
+    """The ids of further tokens at which a model stops to write."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         if not self.model_file:
             raise UserError("RunConfig.vocabulary = 'tokenizers' needs a TokenizersVocabularyConfig.model_file")
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
         tokenizer, end = read_tokenizer(self.model_file)
-        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple)
+        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple, self.stop_tokens)
 
 
 class TokenizersVocabulary(Vocabulary):
@@ -73,7 +76,7 @@ class TokenizersVocabulary(Vocabulary):
 
     kind, file_name = "tokenizers", TOKENIZER_NAME
 
-    def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1):
+    def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1, stop_tokens: Sequence[int] = ()):
         """
         Args:
           tokenizer_json: the contents of a tokenizer.json.
@@ -116,7 +119,7 @@ class TokenizersVocabulary(Vocabulary):
         unknown = ids.get(settings["model"].get("unk_token"))
         if unknown is not None and not BYTE_CHARACTERS.keys() <= merged.keys():
             pieces[unknown] = UNKNOWN.encode()
-        super().__init__(pieces, end, size_multiple, text_alone, lossless, end_token=end_token)
+        super().__init__(pieces, end, size_multiple, text_alone, lossless, stop_tokens, end_token=end_token)
 
     def tokenizer_json(self) -> str:
         """The contents of a tokenizer.json that doesn't cut or fill texts."""

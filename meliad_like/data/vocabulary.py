@@ -59,6 +59,7 @@ class Vocabulary:
         size_multiple: int,
         model: str | bytes = b"",
         lossless: bool = True,
+        stop_tokens: Sequence[int] = (),
         **settings: str | int | None,
     ):
         """
@@ -67,13 +68,17 @@ class Vocabulary:
           end_of_document: may be the id after the last piece; None: no id ends a document.
           model: contents of the file that `save` writes.
           lossless: whether decoding restores every text, whatever is in it.
+          stop_tokens: further ids at which a model stops.
           settings: further fields of the config that loads the saved vocabulary.
         """
         self._pieces = pieces
         self._model = model.encode() if isinstance(model, str) else model
         self._settings = {"kind": self.kind, "size_multiple": size_multiple, **settings}
-        self.end_tokens = () if end_of_document is None else (end_of_document,)
-        """The ids at which a model stops: that of `end_of_document`, if there is one."""
+        if stop_tokens:
+            self._settings["stop_tokens"] = list(stop_tokens)
+        ends = () if end_of_document is None else (end_of_document,)
+        self.end_tokens = tuple(dict.fromkeys((*ends, *stop_tokens)))
+        """The ids at which a model stops: first that of `end_of_document`, if there is one."""
         self.lossless = lossless
         """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""
         self.size = round_up(max([len(pieces), *(end + 1 for end in self.end_tokens)]), size_multiple)
@@ -94,7 +99,7 @@ class Vocabulary:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the ids of a text."""
         model = hashlib.sha256(self._model).hexdigest()
-        return fingerprint([self.kind, self.size, *(self.end_tokens or [None]), model])
+        return fingerprint([self.kind, self.size, *(self.end_tokens[:1] or [None]), model])
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes a text as int32[tokens], without an end of document."""

@@ -58,11 +58,11 @@ class Generator:
         self.reader = TextReader(model, params, segment_length)
         self._first_chunk, self._chunk = CHUNKS if chunk is None else (chunk, chunk)
         ends = vocabulary.end_tokens
-        self._end = ends[0] if ends and stop_at_end else None
+        self._ends = ends if stop_at_end else ()
         ends_lines = vocabulary.end_is_text or bool(vocabulary.decode_bytes(ends))
         allowed = writable_tokens(vocabulary, forbidden_tokens=() if stop_at_end or ends_lines else ends)
         self._write_tokens = functools.partial(
-            _write_tokens, model, params, allowed, sampling=sampling, end=self._end, chunk=self._chunk
+            _write_tokens, model, params, allowed, sampling=sampling, ends=self._ends, chunk=self._chunk
         )
 
     def begin(self, *seeds: int) -> Reading:
@@ -104,7 +104,7 @@ class Generator:
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
             chunk = min(2 * chunk, self._chunk)
-            ended = ~is_active | (written[:, -1] == self._end)
+            ended = ~is_active | np.isin(written[:, -1], self._ends)
             reading = Reading(carry, written[:, -1], key, reading.num_read + written.shape[1], ended)
             yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], reading
 
@@ -141,7 +141,7 @@ def _begin(model: Model, params, seeds: UInt32[Array, " b"]):
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("sampling", "end", "chunk"),
+    static_argnames=("sampling", "ends", "chunk"),
     donate_argnums=3,
     compiler_options=WITHOUT_COPIES,
 )
@@ -156,10 +156,10 @@ def _write_tokens(
     count,
     *,
     sampling: SamplingConfig,
-    end: int | None,
+    ends: tuple[int, ...],
     chunk: int,
 ):
-    """Generates up to `count` allowed tokens after `token`, until an active lane ends with the token `end`.
+    """Generates up to `count` allowed tokens after `token`, until an active lane ends with one of the tokens `ends`.
 
     Lanes that have ended before are not left out, because a smaller batch would be compiled again; what they write is
     ignored. Returns carry, keys, tokens [b, chunk], and the number generated.
@@ -168,9 +168,9 @@ def _write_tokens(
 
     def unfinished(loop):
         i, _, token, _, _ = loop
-        if end is None:
+        if not ends:
             return i < count
-        return (i < count) & ((i == 0) | ~jnp.any(is_active & (token == end)))
+        return (i < count) & ((i == 0) | ~jnp.any(is_active & jnp.isin(token, np.array(ends))))
 
     def write_token(loop):
         i, carry, token, key, written = loop

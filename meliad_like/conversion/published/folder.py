@@ -23,6 +23,7 @@ from meliad_like.conversion.published.windows import (
 )
 from meliad_like.conversion.tensor_files import (
     CONFIG_NAME,
+    GENERATION_NAME,
     TENSORS_NAME,
     check_tied,
     read_tensor,
@@ -169,11 +170,14 @@ def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> Vocabulary
     which one ends documents if config.json says so."""
     if (folder / SETTINGS_NAME).exists():
         return saved_vocabulary_config(folder)
+    path = folder / CONFIG_NAME
+    if (generation := folder / GENERATION_NAME).exists() and (of_text := read_object(generation)).get("eos_token_id"):
+        path, saved = generation, of_text
+    ends = saved.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    # An id beyond the table can't be read or written.
+    first, *others = [end for end in fit(ends, tuple[int, ...], f"{path}: eos_token_id") if 0 <= end < size] or [None]
     if any((folder / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
-        return TokenizersVocabularyConfig(model_file=str(folder), size_multiple=size)
-    end = saved.get("eos_token_id")
-    end = end[0] if isinstance(end, list) else end
-    if end is not None and not 0 <= fit(end, int, f"{folder / CONFIG_NAME}: eos_token_id") < size:
-        # An id beyond the table, which the model can't read or write.
-        end = None
-    return TokenIdsVocabularyConfig(num_tokens=size, end_token=end)
+        stops = () if first is None else (first, *others)
+        return TokenizersVocabularyConfig(model_file=str(folder), size_multiple=size, stop_tokens=stops)
+    return TokenIdsVocabularyConfig(num_tokens=size, end_token=first, stop_tokens=tuple(others))
