@@ -13,6 +13,8 @@ from meliad_like.config.run import stages_of
 from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
+from meliad_like.models.model import Model
+from meliad_like.optimization.optimizers import trained_parameters
 from meliad_like.planning.smoke import copy_documents, train_until_killed
 from meliad_like.registry import configs_in
 from meliad_like.run.shrinking import shrink
@@ -77,6 +79,15 @@ def test_shrinking_keeps_ratios_and_shares():
     staged = config.parse(["shortformer/shortformer.gin"])
     assert [stage.last_step for stage in stages_of(shrink(staged))] == [20, 40]
     assert shrink(staged, keep_vocabulary=True).model.cutoffs == staged.model.cutoffs
+
+
+def test_the_layers_that_are_trained_are_those_of_the_smaller_model():
+    patterns = "layers/20/mixers/*", "layers/1?/feedforward/*", "layers/*/norm/*", "embedding"
+    run = config.parse(["size/tall_1200m.gin"], [f"OptimizerConfig.trained = {patterns}"])
+    small = shrink(run)
+    names = "layers/2/mixers/*", "layers/1/feedforward/*", "layers/2/feedforward/*", "layers/*/norm/*", "embedding"
+    assert small.model.num_layers == 3 and small.optimizer.trained == names
+    trained_parameters(small.optimizer, Model(small.model, 512).kinds, {})
 
 
 def test_the_beginnings_of_the_first_documents_are_copied(tmp_path, monkeypatch):

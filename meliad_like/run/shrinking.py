@@ -1,6 +1,7 @@
 """A run made smaller, by the rule that each field of a model's config states (`registry.size`)."""
 
 import dataclasses
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from meliad_like.config.run import RunConfig, read_changes, with_changes
 from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
+from meliad_like.models.config import ModelConfig
 from meliad_like.models.notation import smaller
 from meliad_like.registry import configs_in, rule_of
 from meliad_like.trackers import TensorBoard
@@ -74,7 +76,17 @@ class Divisors:
             for size in dataclasses.fields(part)
             if (rule := rule_of(type(part), size)) in rules
         }
-        return sizes | {"ReaderConfig.segment_length": shorter(run.data.segment_length) // self.segments}
+        trained = tuple(name for pattern in run.optimizer.trained for name in self._of_fewer_layers(pattern, model))
+        segment = shorter(run.data.segment_length) // self.segments
+        return sizes | {"OptimizerConfig.trained": trained, "ReaderConfig.segment_length": segment}
+
+    def _of_fewer_layers(self, pattern: str, model: ModelConfig) -> list[str]:
+        """A pattern of `OptimizerConfig.trained` for fewer layers: several, if it begins with several layers."""
+        match pattern.split("/", 2):
+            case ["layers", layer, *rest] if layer != "*" and self.layers > 1:
+                numbers = [i for i in range(model.total_layers) if fnmatch.fnmatchcase(str(i), layer)]
+                return ["/".join(("layers", str(i), *rest)) for i in dict.fromkeys(i // self.layers for i in numbers)]
+        return [pattern]
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
