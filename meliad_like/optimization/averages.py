@@ -21,7 +21,7 @@ class Averaged:
 
     optimizer_state: Any
     trained: Any
-    """The parameters that the optimizer moves, a tree like the model's."""
+    """The parameters that the optimizer moves, a tree like the model's; nothing where it moves none."""
     total: Float[Array, ""]
     """The sum of the weights in the average."""
     count: Int[Array, ""]
@@ -36,6 +36,7 @@ def with_average(
     decay: float = 1.0,
     interpolation: float = 0.0,
     weight: Callable[[Int[Array, ""]], Any] = jnp.ones_like,
+    is_trained: Any = True,
 ) -> optax.GradientTransformation:
     """An optimizer whose parameters are averaged after each update; their initial values don't count.
 
@@ -44,24 +45,44 @@ def with_average(
       decay: factor on the weights of all earlier parameters, in each update.
       interpolation: see `Averaged`.
       weight: the number of updates before -> the weight of the parameters after this one.
+      is_trained: a tree like the parameters, or a prefix of one, that says which the optimizer moves.
     """
 
     def init(params):
-        trained = jax.tree.map(jnp.copy, params)
+        def copies(is_trained, params):
+            return jax.tree.map(jnp.copy, params) if is_trained else optax.MaskedNode()
+
+        trained = jax.tree.map(copies, is_trained, params)
         zero = jnp.zeros((), jnp.int32)
         return Averaged(optimizer.init(params), trained, jnp.zeros(()), zero, interpolation)
 
     def update(gradient, state: Averaged, params):
         at = gradient_point(params, state)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, at)
-        trained = optax.apply_updates(state.trained, updates)
+        trained = _where_trained(jnp.add, updates, state.trained)
         total = decay * state.total + weight(state.count)
         # A warmup begins with a rate, and so with a weight, of 0.
         share = jnp.where(total > 0, weight(state.count) / total, 0.0)
-        changes = jax.tree.map(lambda average, new: share * (new - average), params, trained)
+        changes = _where_trained(
+            lambda average, new: share * (new - average), params, trained, otherwise=jnp.zeros_like
+        )
         return changes, Averaged(optimizer_state, trained, total, state.count + 1, interpolation)
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # its params are optional
+
+
+def _where_trained(
+    function: Callable[[Array, Array], Any],
+    params: Any,
+    trained: Any,
+    otherwise: Callable[[Array], Any] = lambda _: optax.MaskedNode(),
+) -> Any:
+    """A function of each parameter, or its update, and `Averaged.trained`; `otherwise` where nothing is trained."""
+
+    def apply(param, new):
+        return otherwise(param) if isinstance(new, optax.MaskedNode) else function(param, new)
+
+    return jax.tree.map(apply, params, trained)
 
 
 def gradient_point(params: Any, optimizer_state: Any) -> Any:
@@ -69,9 +90,11 @@ def gradient_point(params: Any, optimizer_state: Any) -> Any:
     if not isinstance(optimizer_state, Averaged):
         return params
     share = optimizer_state.interpolation
-    if not share:
-        return optimizer_state.trained
-    return jax.tree.map(lambda new, average: new + share * (average - new), optimizer_state.trained, params)
+
+    def point(average, new):
+        return new + share * (average - new) if share else new
+
+    return _where_trained(point, params, optimizer_state.trained, otherwise=lambda param: param)
 
 
 def begin_at(params: Any, optimizer_state: Any) -> Any:
@@ -83,4 +106,4 @@ def begin_at(params: Any, optimizer_state: Any) -> Any:
         # A copy, because a step reuses the memory of its state; on a mesh each device has only a share of it.
         return jax.device_put(jnp.copy(param), trained.sharding)
 
-    return replace(optimizer_state, trained=jax.tree.map(place, params, optimizer_state.trained))
+    return replace(optimizer_state, trained=_where_trained(place, params, optimizer_state.trained))

@@ -67,9 +67,13 @@ class OptimizerConfig:
         """The optimizer at this learning rate, without clipping; `kinds` as in `make_optimizer`."""
         raise NotImplementedError
 
-    def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
-        """The optimizer with the average of the parameters that the config asks for."""
-        return with_average(optimizer, decay=self.average_decay) if self.average_decay else optimizer
+    def averaged(
+        self, optimizer: optax.GradientTransformation, rate: optax.Schedule, is_trained: Any
+    ) -> optax.GradientTransformation:
+        """The optimizer with the average of the trained parameters that the config asks for."""
+        if not self.average_decay:
+            return optimizer
+        return with_average(optimizer, decay=self.average_decay, is_trained=is_trained)
 
 
 @OPTIMIZERS.register("adafactor")
@@ -155,8 +159,9 @@ class ScheduleFree(AdamW):
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         return Adam.transformation(dataclasses.replace(self, first_decay=0.0), rate, kinds)
 
-    def averaged(self, optimizer: optax.GradientTransformation, rate: optax.Schedule) -> optax.GradientTransformation:
-        return with_average(optimizer, interpolation=self.first_decay, weight=lambda count: rate(count) ** 2)
+    def averaged(self, optimizer, rate, is_trained):
+        weight = {"interpolation": self.first_decay, "weight": lambda count: rate(count) ** 2}
+        return with_average(optimizer, **weight, is_trained=is_trained)
 
 
 @OPTIMIZERS.register("lion")
@@ -315,7 +320,7 @@ def make_optimizer(
             return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
 
         optimizer = optax.chain(optimizer, optax.stateless(scale))
-    return config.averaged(optimizer, rate)
+    return config.averaged(optimizer, rate, trained)
 
 
 def trained_parameters(config: OptimizerConfig, kinds: Any, factors: Mapping[str, float]) -> Any:
