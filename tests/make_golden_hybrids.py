@@ -62,6 +62,19 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
         },
     },
+    "gemma3_text": COMMON
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 6,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 6,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Bamba, Nemotron-H and OLMo 3 against logits of transformers: tiny random models (`make_golden_hybrids.py`)."""
+"""Bamba, Nemotron-H, OLMo 3 and Gemma 3 against transformers: tiny random models (`make_golden_hybrids.py`)."""
 
 import functools
 import json
@@ -51,11 +51,19 @@ def test_at_once_in_segments_a_token_at_a_time_and_written_again(kind, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, back, tensors(kind))
 
 
-def test_an_older_file_says_the_same(tmp_path):
-    old = {"layers_block_type": None, "hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5}
+OLDER = {
+    "nemotron_h": {"layers_block_type": None, "hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5},
+    "gemma3_text": {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 2}
+    | {"rope_parameters": None, "rope_theta": 50.0, "rope_local_base_freq": 20.0}
+    | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_an_older_file_says_the_same(kind, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
-    old, new = load("nemotron_h", tmp_path / "old", old), load("nemotron_h", tmp_path / "new", {})
+    old, new = load(kind, tmp_path / "old", OLDER[kind]), load(kind, tmp_path / "new", {})
     assert old.model.config.shape == new.model.config.shape
 
 

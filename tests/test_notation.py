@@ -133,6 +133,7 @@ def test_a_smaller_model_keeps_all_kinds_of_layers():
         ({"pattern": (WINDOW, ((0,), STATES), WINDOW)}, "must begin with entries"),
         ({"pattern": (WINDOW, ((), STATES))}, "pattern names no layer for 'recurrent_states"),
         ({"pattern": (WINDOW, ((6,), STATES))}, r"pattern=\[6\] names a layer that 6 layers lack"),
+        ({"norms_after": (0,), "norms_around": (1, -6)}, "norms_after and norms_around both name layer 0"),
         ({"pattern": (WINDOW, ((0, -6), STATES))}, r"pattern=\[0, -6\] names a layer twice"),
         ({"pattern": (WINDOW, ((0,), STATES), ((0,), "mamba2"))}, r"pattern=\[0, 0\] names a layer twice"),
         ({"pattern": ("recurrent_states+sliding_window",)}, "each have the attention to the window"),

@@ -90,6 +90,7 @@ def opened(folder):
         (CONFIGS["slide below skip"], "DecoderConfig.clear_states=True"),
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
         (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),
+        (dataclasses.replace(SLIDE, norms_around=(0,)), "DecoderConfig.norms_around"),
         (dataclasses.replace(SLIDE, feedforwards=(PlainFeedForward("gelu"),)), "PlainFeedForward.activation='gelu'"),
         (
             dataclasses.replace(SLIDE, pattern=("rg_lru", "kimi_delta_attention"), num_layers=2),

@@ -199,7 +199,10 @@ def _checked(run: RunConfig, origin: str) -> StackConfig:
             isinstance(model, DecoderConfig) and model.layers_of("doubled_inputs") != set(dense),
             f"in the reference the dense layer's input counts twice: DecoderConfig.doubled_inputs={tuple(dense)}",
         ),
-        (isinstance(model, DecoderConfig) and model.norms_after, "the reference has no DecoderConfig.norms_after"),
+        *(
+            (isinstance(model, DecoderConfig) and getattr(model, name), f"the reference has no DecoderConfig.{name}")
+            for name in ("norms_after", "norms_around")
+        ),
         (
             isinstance(model, DecoderConfig) and model.feedforwards != SLIDE.feedforwards,
             "the reference has plain feed-forward networks alone",

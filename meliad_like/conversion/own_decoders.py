@@ -63,7 +63,11 @@ def check_decoder(config: Any, owner: str | Path) -> None:
         parts = [f"a {type(config).__name__} model"]
     else:
         parts = [config.traits.needs_segments] if config.traits.needs_segments else []
-        parts += [f"DecoderConfig.{name}" for name in ("doubled_inputs", "norms_after") if getattr(config, name)]
+        parts += [
+            f"DecoderConfig.{name}"
+            for name in ("doubled_inputs", "norms_after", "norms_around")
+            if getattr(config, name)
+        ]
         parts += [MIXERS.name_of(mixer) for mixer in config.mixers if type(mixer) not in MIXER_SETTINGS]
         parts += [FEEDFORWARDS.name_of(kind) for kind in config.feedforwards if type(kind) is not PlainFeedForward]
         for kind, name in ONLY_DEFAULTS:

@@ -36,6 +36,8 @@ NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilo
 """Fields of published models, which other programs' forms of our decoders lack."""
 HOW_IT_READS = ("window_length", "activation_dtype", "dropout_rate", "chunk_length", "clear_states", "span")
 """Fields that a published model does not determine."""
+Norms = Literal["before", "after", "around"]
+"""The place of the norms of a layer's mixers and of its feed-forward network."""
 AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
@@ -112,6 +114,8 @@ class DecoderConfig(StackConfig):
     negative numbers count from the end."""
     norms_after: tuple[int, ...] = size((), "layer_indices")
     """The layers whose norms come after the mixers and after the feed-forward network, and not before them (OLMo)."""
+    norms_around: tuple[int, ...] = size((), "layer_indices")
+    """The layers that have such norms in addition to those before (Gemma 2)."""
     attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute a segment's attention to the window, and of and to states, without its scores in memory
     (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first interpreted, for tests. `auto`:
@@ -131,8 +135,10 @@ class DecoderConfig(StackConfig):
         shape = self.shape
         for config in self.mixers:
             config.check(shape)
-        for name in ("doubled_inputs", "norms_after"):
+        for name in ("doubled_inputs", "norms_after", "norms_around"):
             self.layers_of(name)
+        if both := self.layers_of("norms_after") & self.layers_of("norms_around"):
+            raise UserError(f"DecoderConfig.norms_after and norms_around both name layer {min(both)}")
         if self.clears_states and not self.traits.states:
             raise UserError(f"{self.clears_states} has no effect: no mixer of the decoder has states")
 
@@ -144,7 +150,7 @@ class DecoderConfig(StackConfig):
         return dataclasses.replace(self, **kernels) if kernels else self
 
     def layers_of(self, name: str) -> frozenset[int]:
-        """The layers that the field `doubled_inputs` or `norms_after` names, counted from 0."""
+        """The layers that the field `doubled_inputs`, `norms_after` or `norms_around` names, counted from 0."""
         return layer_indices(f"DecoderConfig.{name}", getattr(self, name), self.total_layers)
 
     @functools.cached_property
@@ -259,24 +265,26 @@ class Layer(Mixer):
 
 
 class ResidualFeedForward(nnx.Module):
-    """`x + feedforward(norm(x))`, or with `norm_after` `x + norm(feedforward(x))`."""
+    """`x + feedforward(norm(x))`; with norms `after`, `x + norm(feedforward(x))`, and with norms `around` both."""
 
-    def __init__(self, config: FeedForwardConfig, shape: DecoderShape, *, norm_after: bool = False, rngs: nnx.Rngs):
-        d, self.dropout_rate, self.norm_after = shape.model_width, shape.dropout_rate, norm_after
+    def __init__(self, config: FeedForwardConfig, shape: DecoderShape, *, norms: Norms = "before", rngs: nnx.Rngs):
+        d, self.dropout_rate, self.norms = shape.model_width, shape.dropout_rate, norms
         self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
+        self.second_norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs) if norms == "around" else None
         self.network = config.build(d, shape.feedforward_width, bias=shape.feedforward_bias, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:
         with jax.named_scope("feedforward"):
-            y = self.norm(self.network(x)) if self.norm_after else self.network(self.norm(x))
+            y = self.norm(self.network(x)) if self.norms == "after" else self.network(self.norm(x))
+            y = y if self.second_norm is None else self.second_norm(y)
             return x + tiled_dropout(y, self.dropout_rate, dropout_key)
 
 
 class DecoderLayer(Layer):
     """`x + output(mixers(norm(x)))`, then `x + feedforward(norm(x))`; a layer may lack either of the two.
 
-    With `norms_after` these are `x + norm(output(mixers(x)))` and `x + norm(feedforward(x))`, and with `doubled_input`
-    the layer's input is added to the result once more.
+    With norms `after` these are `x + norm(output(mixers(x)))` and `x + norm(feedforward(x))`, with norms `around` both,
+    and with `doubled_input` the layer's input is added to the result once more.
     """
 
     def __init__(
@@ -285,11 +293,11 @@ class DecoderLayer(Layer):
         index: int,
         *,
         doubled_input: bool = False,
-        norms_after: bool = False,
+        norms: Norms = "before",
         clear_states: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.shape, self.doubled_input, self.norms_after = shape, doubled_input, norms_after
+        self.shape, self.doubled_input, self.norms = shape, doubled_input, norms
         mixers, d = {MIXERS.name_of(config): config for config in shape.layers[index]}, shape.model_width
         self.names = tuple(mixers)
         self.mixers = nnx.Dict({name: config.build(shape, rngs=rngs) for name, config in mixers.items()})
@@ -300,9 +308,10 @@ class DecoderLayer(Layer):
             width = sum(config.width(shape) for config in mixers.values())
             bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
             self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
+            self.second_norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs) if norms == "around" else None
             self.output = Linear(width, d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
-        network, order = shape.feedforwards[index], {"norm_after": norms_after}
-        self.feedforward = ResidualFeedForward(network, shape, **order, rngs=rngs) if network else None
+        network = shape.feedforwards[index]
+        self.feedforward = ResidualFeedForward(network, shape, norms=norms, rngs=rngs) if network else None
 
     @staticmethod
     def flops(shape: DecoderShape, index: int) -> Flops:
@@ -344,14 +353,15 @@ class DecoderLayer(Layer):
         """The layer's output, and the carry; `read(mixer, x, carry, key)` returns a mixer's results and carry."""
         y, keys = x, split_key(dropout_key, 2 + len(self.names))
         if self.names:
-            inputs = x if self.norms_after else self._normed(x, keys[0])
+            inputs = x if self.norms == "after" else self._normed(x, keys[0])
             results, carry = [], dict(carry)
             for name, key in zip(self.names, keys[2:], strict=True):
                 with jax.named_scope(name):
                     result, carry[name] = read(self.mixers[name], inputs, carry[name], key)
                 results.append(result)
             mixed = self.output(jnp.concatenate(results, axis=-1))
-            y = x + (self._normed(mixed, keys[0]) if self.norms_after else mixed)
+            mixed = self._normed(mixed, keys[0]) if self.norms == "after" else mixed
+            y = x + (mixed if self.second_norm is None else self.second_norm(mixed))
         if self.feedforward is not None:
             y = self.feedforward(y, keys[1])
         return x + y if self.doubled_input else y, carry
@@ -421,9 +431,10 @@ class Decoder(Stack):
         config = self.config
         self.num_block_by_block = config.num_block_by_block
         doubled, after = config.layers_of("doubled_inputs"), config.layers_of("norms_after")
+        around, clear = config.layers_of("norms_around"), config.clear_states
         for i in range(config.total_layers):
-            settings = {"doubled_input": i in doubled, "norms_after": i in after, "clear_states": config.clear_states}
-            yield DecoderLayer(config.shape, i, **settings, rngs=rngs)
+            norms: Norms = "after" if i in after else "around" if i in around else "before"
+            yield DecoderLayer(config.shape, i, doubled_input=i in doubled, norms=norms, clear_states=clear, rngs=rngs)
 
     def published(self, carry, start) -> dict[str, Any]:
         return {
