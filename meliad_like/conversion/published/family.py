@@ -262,9 +262,9 @@ def to_tensors(family: Family, places: Places, params: Any) -> dict[str, np.ndar
             found.setdefault(part.tensor, []).append((part, part.write(piece)))
     tensors = {}
     for name, written in found.items():
-        (first, whole), *others = written
+        (first, whole), *_ = written
         if first.rows is not None:
-            columns = np.concatenate([first.rows, *(part.rows for part, _ in others)])
+            columns = np.concatenate([np.asarray(part.rows) for part, _ in written])
             whole = np.concatenate([piece for _, piece in written], axis=-1)[..., np.argsort(columns)]
         whole = first.layout.write(whole)
         pieces = family.pieces(name)

@@ -31,8 +31,8 @@ class WindowAttention(SpanAttention):
         query, key, value, gate = self._heads(windows, offset)
         if carry is not None:
             # The last window is the current one.
-            last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
-            carry = AttentionCache(*last, carry.position)
+            keys, values = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
+            carry = AttentionCache(keys, values, carry.position)
         mixed = self._attend(query, key, value, offset, context, context.positions.reshape(-1) > 0, dropout_key)
         return rearrange(self._output(mixed, gate), "(b c) w i -> b (c w) i", c=c), carry
 
