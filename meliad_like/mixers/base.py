@@ -54,6 +54,12 @@ class DecoderShape:
     feedforwards: tuple[FeedForwardConfig | None, ...]
     """The config of the feed-forward network of each layer; None: it has none."""
 
+    @classmethod
+    def of(cls, config: Any, **derived: Any) -> "DecoderShape":
+        """The sizes of a decoder, with values for the fields that its config does not have."""
+        same = (field.name for field in dataclasses.fields(cls) if field.name not in derived)
+        return cls(**derived, **{name: getattr(config, name) for name in same})
+
     @property
     def inner_width(self) -> int:
         """The width of all heads together."""

@@ -87,11 +87,6 @@ class StackConfig(ModelConfig):
         """The setting by which every segment begins with empty states; None: they pass from segment to segment."""
         return "DecoderConfig.clear_states=True" if self.clear_states else None
 
-    def shape_with(self, **derived: Any) -> DecoderShape:
-        """The sizes of the decoder, with values for fields of `DecoderShape` that the config does not have."""
-        same = (field.name for field in dataclasses.fields(DecoderShape) if field.name not in derived)
-        return DecoderShape(**derived, **{name: getattr(self, name) for name in same})
-
 
 @MODELS.register("decoder")
 class DecoderConfig(StackConfig):
@@ -161,7 +156,7 @@ class DecoderConfig(StackConfig):
         for mixer in in_layers:
             if mixer.reads and mixer.reads not in map(MIXERS.name_of, in_layers):
                 raise UserError(f"{type(mixer).__name__} reads what {mixer.reads} publishes: name that in a layer too")
-        return self.shape_with(layers=mixers, feedforwards=networks)
+        return DecoderShape.of(self, layers=mixers, feedforwards=networks)
 
     def _named(self, registry: Registry, given: tuple[Any, ...]) -> list[Any]:
         """The configs of a registry that `pattern` names: those given, or the defaults. They are in the order of their

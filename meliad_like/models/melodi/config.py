@@ -54,7 +54,7 @@ class MelodiConfig(StackConfig):
     def shape(self) -> DecoderShape:
         """The sizes of the decoder, whose layers have no mixers."""
         n, no_kernels = self.total_layers, {"attention_kernel": "none", "recurrence_kernel": "none"}
-        return self.shape_with(layers=((),) * n, feedforwards=(self.feedforward,) * n, **no_kernels)
+        return DecoderShape.of(self, layers=((),) * n, feedforwards=(self.feedforward,) * n, **no_kernels)
 
     def is_last(self, index: int) -> bool:
         """Whether nothing reads the output of layer `index` for the summary tokens."""

@@ -189,10 +189,10 @@ class PretrainedConfig(ModelConfig):
     @property
     def shape(self) -> DecoderShape:
         """The sizes of the decoder."""
-        bias, n = self.architecture == "gpt2", self.num_layers
-        sizes = self.model_width, self.num_heads, self.head_size, self.feedforward_width, bias, self.norm_epsilon
-        how_it_reads = self.window_length, self.dropout_rate, True, "none", "none", NoPosition()
-        return DecoderShape(*sizes, *how_it_reads, ((self.attention,),) * n, (self.network,) * n)
+        layers, networks = ((self.attention,),) * self.num_layers, (self.network,) * self.num_layers
+        bias, none = self.architecture == "gpt2", {"attention_kernel": "none", "recurrence_kernel": "none"}
+        none |= {"position": NoPosition(), "mask_empty_cache": True}
+        return DecoderShape.of(self, layers=layers, feedforwards=networks, feedforward_bias=bias, **none)
 
     def flops(self, vocabulary_size: int) -> Flops:
         """The operations of one token of a window in all layers, of its logits, and of its share of the recurrence.
