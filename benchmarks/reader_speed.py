@@ -70,7 +70,7 @@ def report(split: Documents) -> None:
     steps = iter(range(2**31))
     speeds = {"reader alone": measure(lambda: reader.batch(next(steps), range(config.num_lanes)), SECONDS.value)}
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
-    with load_batches(reader, sharding, num_threads=config.num_threads) as batches:
+    with load_batches(reader, sharding) as batches:
         speeds["in the background, and on the devices"] = measure(lambda: next(batches), SECONDS.value)
     for name, (tokens_per_second, milliseconds) in speeds.items():
         print(f"{name:38}{tokens_per_second:>14,.0f}{milliseconds:>10.2f}")

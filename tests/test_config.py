@@ -301,9 +301,6 @@ def test_a_working_folder_refuses_another_config(tmp_path):
         "MeshConfig.sequence = 2",
         "DecoderConfig.remat = 'layers'",
         "ReaderConfig.store = '/elsewhere'",
-        "ReaderConfig.num_threads = 3",
-        "ReaderConfig.batches_ahead = 3",
-        "ReaderConfig.device_batches_ahead = 3",
     ],
 )
 def test_fields_that_may_change_when_a_run_resumes(tmp_path, binding):

@@ -11,6 +11,11 @@ import numpy as np
 
 from meliad_like.data.batch import Batch, Reader
 
+NUM_THREADS = 2
+"""The number of threads of each host that make batches in the background."""
+BATCHES_AHEAD, DEVICE_BATCHES_AHEAD = 4, 2
+"""The largest numbers of batches that wait in the host's memory, and in the devices' memory."""
+
 
 def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
     """The rows of a batch that this process's devices hold, in ascending order; lanes are the sharding's first axis."""
@@ -45,14 +50,10 @@ def load_batches(
     reader: Reader,
     sharding: jax.sharding.Sharding,
     start_step: int = 0,
-    *,
-    num_threads: int = 2,
-    batches_ahead: int = 4,
-    device_batches_ahead: int = 2,
 ) -> BatchIterator:
     """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
-    The last three arguments are as in `ReaderConfig`; `sharding` is the sharding of the lanes (`mesh.lane_sharding`).
+    `sharding` is the sharding of the lanes (`mesh.lane_sharding`).
     """
     lanes = local_lanes(sharding, reader.num_lanes).tolist()
 
@@ -64,8 +65,8 @@ def load_batches(
 
     num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
     batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
-    loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=batches_ahead))
+    loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=BATCHES_AHEAD))
     on_devices = grain.experimental.ThreadPrefetchIterDataset(
-        loaded.map(to_devices), prefetch_buffer_size=device_batches_ahead
+        loaded.map(to_devices), prefetch_buffer_size=DEVICE_BATCHES_AHEAD
     )
     return BatchIterator(iter(on_devices))

@@ -205,7 +205,7 @@ READERS = Registry("reader", "meliad_like.data.mixture")
 
 @dataclasses.dataclass(frozen=True)
 class ReaderConfig:
-    """The fields of all readers: the number of tokens in a step, and how far ahead batches are made."""
+    """The fields of all readers: the documents, and the number of tokens in a step."""
 
     store: str = resumable("")
     """Folder of the token store that `python -m meliad_like.prepare` wrote."""
@@ -214,12 +214,6 @@ class ReaderConfig:
     from a segment to the one before: in segments of one window, the writing of recurrent states is not trained."""
     tokens_per_step: int = 131072
     """The number of tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
-    num_threads: int = resumable(2)
-    """The number of threads of each host that make batches in the background."""
-    batches_ahead: int = resumable(4)
-    """The largest number of batches that wait in the host's memory."""
-    device_batches_ahead: int = resumable(2)
-    """The largest number of batches that wait in the devices' memory."""
 
     repeats_windows: ClassVar[bool] = False
     """Whether the reader serves models whose windows overlap."""
@@ -229,8 +223,7 @@ class ReaderConfig:
     """Whether evaluation uses this reader too. If not, evaluation reads documents in order (`LanesReader`)."""
 
     def __post_init__(self) -> None:
-        waiting = ("num_threads", "batches_ahead", "device_batches_ahead")
-        check_positive(self, ("segment_length", "tokens_per_step", *waiting))
+        check_positive(self, ("segment_length", "tokens_per_step"))
         if self.tokens_per_step % self.segment_length:
             raise UserError(
                 f"tokens_per_step={self.tokens_per_step} must be a multiple of segment_length={self.segment_length}"

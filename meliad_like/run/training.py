@@ -133,14 +133,8 @@ def _train_stage(
     folder, writer = epath.Path(session.folder), session.writer
     facts = log_facts(setup)
     train_step = setup.program.compile_step()
-    with load_batches(
-        setup.reader,
-        lane_sharding(setup.mesh, setup.reader.num_lanes),
-        step - stage.first_step,
-        num_threads=run.data.num_threads,
-        batches_ahead=run.data.batches_ahead,
-        device_batches_ahead=run.data.device_batches_ahead,
-    ) as batches:
+    lanes = lane_sharding(setup.mesh, setup.reader.num_lanes)
+    with load_batches(setup.reader, lanes, step - stage.first_step) as batches:
         log = StepLog(facts, writer, batches)
         return run_steps(
             session,
