@@ -12,6 +12,8 @@ from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described, open_published, write_published
 from meliad_like.conversion.published.windows import config_json
 from meliad_like.data.token_ids_vocabulary import TokenIdsVocabulary
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, export_tokenizer
+from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import OpenedCheckpoint
@@ -31,6 +33,13 @@ LLAMA_CONFIG = PretrainedConfig(
     norm_epsilon=1e-5,
     rotary_base=1e5,
 )
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Adds a tokenizer of bytes to a folder of transformers."""
+    exported = export_tokenizer(ByteVocabulary())
+    assert exported is not None
+    (folder / TOKENIZER_NAME).write_text(exported[0])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,18 +1,17 @@
 """The recurrence for pretrained models as tables and figures: rows, two of them from a tiny model, and the report."""
 
 import dataclasses
-import json
 
 import forked
 import jax
 import pytest
-from pretrained_models import Pretrained, write_windows
+from pretrained_models import Pretrained, write_byte_tokenizer, write_windows
 from table_results import table_rows, write_result
 from tiny_run import mesh_of_the_first_devices
 
 from meliad_like.conversion.pretrained import convert_from_huggingface
 from meliad_like.data.preparation import prepare
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig, _byte_characters
+from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pretrained import fields_of
@@ -75,9 +74,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recurrence")
     (folder / "theirs").mkdir()
     write_windows(Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0))), 256, folder / "theirs")
-    tokens = [*_byte_characters().values(), "<|endoftext|>"]
-    (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")
+    write_byte_tokenizer(folder / "theirs")
     for split in ("train", "validation", "test"):
         (folder / "documents" / split).mkdir(parents=True)
         (folder / "documents" / split / "rose.txt").write_text("a rose is a rose is " * 20)

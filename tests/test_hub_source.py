@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from fake_hub import fake_hub
 from families import CONFIGS, language_model
-from pretrained_models import Pretrained, write_windows
+from pretrained_models import Pretrained, write_byte_tokenizer, write_windows
 
 import meliad_like
 from meliad_like.config import read_changes
@@ -21,7 +21,6 @@ from meliad_like.data.hub_source import HuggingFaceSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.records_source import ParquetSource
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.run.opening import config_for_training
@@ -211,15 +210,13 @@ def test_a_model_of_the_hub(hub, tmp_path):
         params = opened.model.init(jax.random.key(seed))
         (tmp_path / name).mkdir()
         write_windows(Pretrained(opened.run.model, 257, params), 256, tmp_path / name)
-        tokens = [*_byte_characters().values(), "<|endoftext|>"]
-        (tmp_path / name / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-        (tmp_path / name / "merges.txt").write_text("#version: 0.2\n")
+        write_byte_tokenizer(tmp_path / name)
         files = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         hub.put("models/org/tiny", files | {"pytorch_model.bin": b"x", "consolidated.safetensors": b"x"}, name)
     for name, place in (("main", "hf://org/tiny"), ("v2", "hf://org/tiny@v2"), ("v2", "hf://org/tiny@v2")):
         there, here = (meliad_like.load(folder).score("a text") for folder in (place, tmp_path / name))
         np.testing.assert_array_equal(there.log_probabilities, here.log_probabilities)
-    assert hub.downloads["model.safetensors"] == 2 and hub.downloads["vocab.json"] == 1  # the same one in both
+    assert hub.downloads["model.safetensors"] == 2 and hub.downloads["tokenizer.json"] == 1  # the same one in both
     assert not hub.downloads["pytorch_model.bin"] and not hub.downloads["consolidated.safetensors"]
     run = config_for_training("hf://org/tiny@v2", read_changes((), ()))
     vocabulary = meliad_like.load(tmp_path / "v2").vocabulary

@@ -7,7 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from pretrained_models import Pretrained, read_published, write_windows
+from pretrained_models import Pretrained, read_published, write_byte_tokenizer, write_windows
 from tiny_run import read_metrics, train
 
 from meliad_like import config
@@ -16,7 +16,7 @@ from meliad_like.conversion.pretrained import convert_from_huggingface, convert_
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import READERS
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.tokenizers_vocabulary import _byte_characters, read_tokenizer
+from meliad_like.data.tokenizers_vocabulary import read_tokenizer
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.generation.streaming import Generator, SamplingConfig
@@ -74,9 +74,7 @@ def place(tmp_path_factory):
     (folder / "theirs").mkdir()
     pretrained = Pretrained(DECODER, 257, Model(DECODER, 257).init(jax.random.key(0)))
     write_windows(pretrained, 256, folder / "theirs")
-    tokens = [*_byte_characters().values(), "<|endoftext|>"]
-    (folder / "theirs" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (folder / "theirs" / "merges.txt").write_text("#version: 0.2\n")
+    write_byte_tokenizer(folder / "theirs")
     generator = np.random.default_rng(0)
     for split, num_documents in (("train", 8), ("validation", 2), ("test", 1)):
         (folder / "documents" / split).mkdir(parents=True)

@@ -13,7 +13,7 @@ import tiny_run
 from checkpoint_states import abstract, assert_same_bits, make_state, save_all
 from families import CONFIGS, language_model
 from gcsfs.retry import HttpError
-from pretrained_models import Pretrained, write_windows
+from pretrained_models import Pretrained, write_byte_tokenizer, write_windows
 from tiny_run import parse, read_metadata, train
 
 import meliad_like
@@ -21,7 +21,6 @@ from meliad_like import command_line, remote
 from meliad_like.config import read_changes
 from meliad_like.data import token_store
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.tokenizers_vocabulary import _byte_characters
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
@@ -149,9 +148,7 @@ def test_a_model_and_its_states_in_a_bucket(bucket):
 def test_a_folder_of_transformers_in_a_bucket(bucket, tmp_path):
     config = CONFIGS["gpt2"]
     write_windows(Pretrained(config, 257, Model(config, 257).init(jax.random.key(0))), 256, tmp_path)
-    tokens = [*_byte_characters().values(), "<|endoftext|>"]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    write_byte_tokenizer(tmp_path)
     upload(bucket, tmp_path, "gpt2")
     there, here = (meliad_like.load(place) for place in ("gs://bucket/gpt2", tmp_path))
     np.testing.assert_array_equal(*(lm.score("a text").log_probabilities for lm in (there, here)))

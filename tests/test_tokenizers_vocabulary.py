@@ -1,10 +1,10 @@
-"""Byte-level BPE vocabularies, from each of the forms in which models carry them."""
+"""Byte-level BPE vocabularies of pretrained models."""
 
 import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from meliad_like.data import tokenizers_vocabulary
 from meliad_like.data.tokenizers_vocabulary import (
@@ -25,11 +25,16 @@ MERGES = ["t h", "th e", "Ġ the", "e r", "1 9"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """vocab.json and merges.txt as GPT-2 has them: bytes, merges, and the end of a text last."""
-    tokens = [*_byte_characters().values(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
-    return tmp_path
+    """A tokenizer as GPT-2's: bytes, merges, and the end of a text last."""
+    tokens = [*_byte_characters().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    pairs = [tuple(merge.split(" ")) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (tmp_path / "folder").mkdir()
+    tokenizer.save(str(tmp_path / "folder" / TOKENIZER_NAME))
+    return tmp_path / "folder"
 
 
 def config(path, **fields):
@@ -88,13 +93,16 @@ def test_no_document_is_cut_or_filled(folder, tmp_path):
 
 
 def test_saved_with_a_store_and_loaded(folder, tmp_path):
-    (folder / "added_tokens.json").write_text('{"<end>": 262}')
+    plain = config(folder).make().fingerprint
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / TOKENIZER_NAME))
     vocabulary = config(folder, size_multiple=8, end_token="<end>", stop_tokens=(3,)).make()
     (tmp_path / "store").mkdir()
     vocabulary.save(tmp_path / "store")
     loaded = load_vocabulary(tmp_path / "store")
     assert (loaded.fingerprint, loaded.size, loaded.end_tokens) == (vocabulary.fingerprint, 264, (262, 3))
-    assert loaded.fingerprint != config(folder).make().fingerprint
+    assert loaded.fingerprint != plain
 
 
 def changed(folder, change):
@@ -189,31 +197,14 @@ def test_the_end_of_a_document_is_in_no_text(folder):
     assert plain.decode(ids) == "a<|endoftext|>b"
 
 
-def test_all_tokens_of_a_folder(folder):
-    def write(name, **contents):
-        (folder / name).write_text(json.dumps(contents))
-
-    size = config(folder).make().size
-    write("added_tokens.json", **{"<|title|>": size, "<user>": size + 1})
-    write("special_tokens_map.json", additional_special_tokens=["<|title|>"])
-    vocabulary = config(folder).make()
-    assert vocabulary.size == size + 2
-    assert vocabulary.encode("a<user>").tolist() == [64, size + 1]
-    assert vocabulary.decode([size, size + 1]) == "<user>"
-    assert size not in vocabulary.encode("<|title|>")
-    decoder = {str(size): {"content": "<|title|>", "special": True, "lstrip": False}}
-    write("tokenizer_config.json", added_tokens_decoder=decoder, eos_token={"content": "<|title|>"})
-    assert config(folder).make().fingerprint == vocabulary.fingerprint
-    for name, contents, message in (
-        ("tokenizer_config.json", {"pad_token": "<pad>"}, "token '<pad>' has no id"),
-        ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space"),
-        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "a Qwen2Tokenizer may split texts in another"),
-        ("added_tokens.json", {"<|title|>": size + 5}, f"'<.title.>' can't have the id {size + 5}"),
-    ):
-        write("tokenizer_config.json")
-        write(name, **contents)
-        with pytest.raises(UserError, match=f"{name}: .*{message}"):
-            config(folder).make()
+@pytest.mark.parametrize("named", ["the", {"content": "the"}])
+def test_the_end_that_a_folder_names(folder, named):
+    """Where the tokenizer has no <|endoftext|>."""
+    tokenizer = read_tokenizer(folder)[0]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    assert read_tokenizer(folder) == (tokenizer, "<|endoftext|>")
+    (folder / TOKENIZER_NAME).write_text(tokenizer.replace("<|endoftext|>", "<end>"))
+    assert read_tokenizer(folder)[1] == "the"
 
 
 @pytest.mark.parametrize("change", [lambda _: None, adding("the other", "  "), adding("and", rstrip=True), lowercase])
@@ -237,10 +228,9 @@ def test_what_is_refused(folder, tmp_path):
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
     refused(folder, "texts are encoded to the tokenizer's token 'Ġthe'", end_token="Ġthe")
     refused(tmp_path / "nowhere", "cannot read .*nowhere: No such file")
-    (folder / "merges.txt").write_text("t q\n")
-    refused(folder, "merges.txt: the merge 't q' is not of tokens of its vocabulary")
-    (folder / "merges.txt").write_bytes(b"\xff\xfe")
-    refused(folder, "merges.txt is damaged, or no tokenizer: 'utf-8' codec")
+    refused(tmp_path, "tokenizer.json is missing: AutoTokenizer.from_pretrained")
+    (tmp_path / TOKENIZER_NAME).write_bytes(b"\xff\xfe")
+    refused(tmp_path, "tokenizer.json is damaged, or no tokenizer: 'utf-8' codec")
     (tmp_path / TOKENIZER_NAME).write_text(named)
     refused(
         tmp_path / TOKENIZER_NAME,

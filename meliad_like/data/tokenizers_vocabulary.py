@@ -1,9 +1,9 @@
-"""Byte-level BPE vocabularies of pretrained models, in `tokenizers`, read from the file formats of the models."""
+"""Byte-level BPE vocabularies of pretrained models, in `tokenizers`."""
 
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,6 @@ from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-LIKE_GPT_2 = ("GPT2", "Roberta", "Bart", "CodeGen", "Longformer", "LED", "Whisper", "Blenderbot")
-"""The tokenizers of transformers that split text as GPT-2's does."""
 CONTEXT, MAX_TRIALS = 256, 16
 END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
 # The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
@@ -48,8 +46,7 @@ BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().ite
 @VOCABULARIES.register("tokenizers")
 @dataclass(frozen=True)
 class TokenizersVocabularyConfig(FileVocabularyConfig):
-    """The byte-level BPE of a pretrained model: a tokenizer.json, or a folder with tokenizer.json or with vocab.json
-    and merges.txt."""
+    """The byte-level BPE of a pretrained model: a tokenizer.json, or a folder with one."""
 
     end_token: str = ""
     """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
@@ -90,7 +87,7 @@ class TokenizersVocabulary(Vocabulary):
         self._tokenizer = tokenizer = _parse(text_alone)
         # Control tokens are not recognised in prompts and documents.
         tokenizer.encode_special_tokens = True
-        # Truncation and padding may be saved with the tokenizer; documents would be cut.
+        # Both may be saved with the tokenizer; documents would be cut.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if (end := tokenizer.token_to_id(end_token)) is None:
@@ -207,38 +204,21 @@ def _spelled(token: str) -> bytes:
 
 
 def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
-    """The contents of a tokenizer.json, and the token that ends documents (`DEFAULT_END`, if there is one).
-
-    Args:
-      path: a tokenizer.json, or a folder with tokenizer.json or with vocab.json and merges.txt.
-    """
-    path = any_path(path)
-    end = ""
-    if not path.is_dir():
-        tokenizer = read_text(path, "tokenizer")
-    elif not any((path / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
-        raise UserError(f"{path} has no tokenizer: neither {TOKENIZER_NAME} nor vocab.json and merges.txt")
-    else:
-        settings = _read_if_there(path / TOKENIZER_CONFIG_NAME)
-        end = _content(settings.get("eos_token"))
-        if (path / TOKENIZER_NAME).exists():
-            tokenizer = read_text(path / TOKENIZER_NAME, "tokenizer")
-        elif settings.get("add_prefix_space"):
+    """The contents of a tokenizer.json (`path`, or in this folder), and the token that ends documents: `DEFAULT_END` if
+    there is one, otherwise the one that the folder's `TOKENIZER_CONFIG_NAME` names."""
+    path, end = any_path(path), ""
+    if path.is_dir():
+        settings, path = path / TOKENIZER_CONFIG_NAME, path / TOKENIZER_NAME
+        if not path.exists():
             raise UserError(
-                f"{path / TOKENIZER_CONFIG_NAME}: add_prefix_space puts a space before each text, which this "
-                "vocabulary does not: set it to false"
+                f"{path} is missing: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) in transformers "
+                "writes it from a tokenizer's other files"
             )
-        elif (name := settings.get("tokenizer_class", "GPT2Tokenizer")).split("Tokenizer")[0] not in LIKE_GPT_2:
-            raise UserError(
-                f"{path / TOKENIZER_CONFIG_NAME}: a {name} may split texts in another way than GPT-2's tokenizer, as "
-                f"which vocab.json and merges.txt are read: give the model's {TOKENIZER_NAME}"
-            )
-        else:
-            tokenizer = _from_merges(path / "vocab.json", path / "merges.txt", end)
-        tokenizer = _with_added_tokens(tokenizer, path, settings)
-    if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is not None:
-        end = DEFAULT_END
-    return tokenizer, end
+        end = read_object(settings).get("eos_token") or "" if settings.exists() else ""
+        # transformers writes a token alone or with its properties.
+        end = end["content"] if isinstance(end, dict) else end
+    tokenizer = read_text(path, "tokenizer")
+    return tokenizer, end if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is None else DEFAULT_END
 
 
 def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
@@ -247,72 +227,12 @@ def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
     if isinstance(vocabulary, TokenizersVocabulary):
         return vocabulary.tokenizer_json(), vocabulary.end_token
     if isinstance(vocabulary, ByteVocabulary):
-        return _byte_level(BYTE_CHARACTERS, [], [DEFAULT_END], "bytes"), DEFAULT_END
+        tokenizer = Tokenizer(models.BPE(BYTE_CHARACTERS, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        tokenizer.add_special_tokens([AddedToken(DEFAULT_END, special=True)])
+        return tokenizer.to_str(), DEFAULT_END
     return None
-
-
-def _read_if_there(path: epath.Path) -> dict[str, Any]:
-    return read_object(path) if path.exists() else {}
-
-
-def _content(token: str | dict[str, Any] | None) -> str:
-    """The text of a token in the files of transformers, which write it alone or with its properties."""
-    return token["content"] if isinstance(token, dict) else token or ""
-
-
-def _with_added_tokens(tokenizer_json: str, folder: epath.Path, settings: dict[str, Any]) -> str:
-    """A tokenizer.json with the tokens that the other files of its folder name.
-
-    Raises:
-      UserError: such a token has no id, or not the next one; the message names the file.
-    """
-    tokens_map = _read_if_there(folder / "special_tokens_map.json")
-    control = {}
-    for name, fields in (("special_tokens_map.json", tokens_map), (TOKENIZER_CONFIG_NAME, settings)):
-        tokens = [value for key, value in fields.items() if key.endswith("_token") and isinstance(value, str | dict)]
-        tokens += fields.get("additional_special_tokens") or []
-        control |= {_content(token): name for token in tokens if _content(token)}
-    numbered = [
-        (int(i), AddedToken(token, normalized=False, special=token in control), "added_tokens.json")
-        for token, i in _read_if_there(folder / "added_tokens.json").items()
-    ]
-    for i, fields in (settings.get("added_tokens_decoder") or {}).items():
-        numbered.append((int(i), AddedToken(**fields), TOKENIZER_CONFIG_NAME))
-    tokenizer = _parse(tokenizer_json, str(folder))
-    added, changed = {token.content for token in tokenizer.get_added_tokens_decoder().values()}, False
-    # The file with the properties of a token comes first.
-    for i, token, name in sorted(numbered, key=lambda item: (item[0], item[2] != TOKENIZER_CONFIG_NAME)):
-        if tokenizer.token_to_id(token.content) is None or not (token.special or token.content in added):
-            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
-            added, changed = added | {token.content}, True
-        if tokenizer.token_to_id(token.content) != i:
-            raise UserError(f"{folder / name}: the token {token.content!r} can't have the id {i} in this vocabulary")
-    for token, name in control.items():
-        if tokenizer.token_to_id(token) is None:
-            raise UserError(f"{folder / name}: the token {token!r} has no id in the folder's vocabulary")
-    return tokenizer.to_str() if changed else tokenizer_json
-
-
-def _from_merges(vocabulary: epath.Path, merges: epath.Path, end: str) -> str:
-    lines = read_text(merges, "tokenizer").splitlines()
-    pairs = [line for line in lines if line and not line.startswith("#version")]
-    ids = read_object(vocabulary)
-    special = [DEFAULT_END] if DEFAULT_END in ids or not end else []
-    return _byte_level(ids, pairs, special, str(merges))
-
-
-def _byte_level(vocabulary: dict[str, int], merges: Sequence[str], special: list[str], owner: str) -> str:
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    for pair in pairs:
-        if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
-            raise UserError(f"{owner}: the merge {' '.join(pair)!r} is not of tokens of its vocabulary")
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # A sequence of one, so that stores and checkpoints of GPT-2's merges keep their fingerprints.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([byte_level])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return tokenizer.to_str()
 
 
 def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
