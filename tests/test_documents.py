@@ -298,28 +298,15 @@ def test_links(tmp_path):
     (docs / "train" / "loop").symlink_to(docs)
     assert documents(kind="text", folder=str(docs)) == {("train", "a"): "1", ("validation", "b"): "2"}
     (docs / "test").symlink_to(docs / "train")
-    with pytest.raises(UserError, match="test and .*train are one folder, by a link: remove the link"):
-        documents(kind="text", folder=str(docs))
+    (docs / "train" / "b.txt").symlink_to("a.txt")
+    (docs / "train" / "c.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    opened = open_source(TextSource(folder=str(docs)))
+    assert opened.passed_over.startswith("3 files were passed over (3 with a link to others)")
+    assert [reference().name for reference in opened.references()] == ["a", "c", "b"]
     write(tmp_path, code__r__sub__a="3")
     (tmp_path / "code" / "r" / "again").symlink_to(tmp_path / "code" / "r" / "sub")
     (found,) = documents(kind="repositories", folder=str(tmp_path / "code"), suffixes=(".txt",)).values()
     assert found == "# file: r/sub/a.txt\n3\n"
-
-
-def test_links_to_the_same_file(tmp_path):
-    write(tmp_path, docs__train__a="1", outside="2", code__r__a="3")
-    docs, code = tmp_path / "docs", tmp_path / "code"
-    (docs / "train" / "b.txt").symlink_to(tmp_path / "outside.txt")
-    assert documents(kind="text", folder=str(docs)) == {("train", "a"): "1", ("train", "b"): "2"}
-    (docs / "test").mkdir()
-    for target in (docs / "train" / "a.txt", tmp_path / "outside.txt"):
-        (docs / "test" / "c.txt").symlink_to(target)
-        with pytest.raises(UserError, match="test/c.txt.* are one file, by a link: remove the link"):
-            documents(kind="text", folder=str(docs))
-        (docs / "test" / "c.txt").unlink()
-    (code / "r" / "b.txt").symlink_to("a.txt")
-    (found,) = documents(kind="repositories", folder=str(code), suffixes=(".txt",)).values()
-    assert found == "# file: r/a.txt\n3\n"
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):

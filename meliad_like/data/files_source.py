@@ -40,9 +40,6 @@ STANDARD_LIBRARY_VALIDATION = ("http", "json")
 STANDARD_LIBRARY_TEST = ("logging", "urllib")
 
 
-LINKED_TWICE = "by a link: remove the link, or leave it out with exclude"
-
-
 @dataclass(frozen=True)
 class FilesSourceConfig(SourceConfig):
     """The fields of sources whose documents are made of files."""
@@ -122,7 +119,7 @@ def _open(
     headers: bool = True,
     skip_undecodable: bool = False,
 ) -> Source:
-    files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude), not headers)
+    files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude))
     splits = named_splits(config, root, files, splits_of)
     by_share = not names_assign(splits)
     # Where all files are in folders of splits, names begin below these; in "val/a" and "dev/a" they have to be kept.
@@ -184,28 +181,22 @@ def read_files(
     return Document(name, split, "".join(parts), tuple(skipped))
 
 
-def list_files(
-    root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str], inner_links: bool = True
-) -> tuple[dict[str, Version | None], str]:
+def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[dict[str, Version | None], str]:
     """The files below `root` with one of the suffixes, by their sorted paths (with `/`) below it; and which others were
     passed over.
 
     Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`. Links are
-    followed, except to a folder that the link is in.
-
-    Args:
-      inner_links: whether a link to something else below `root` is an error, because its documents could be in two
-        splits; otherwise it is left out.
+    followed, except to what is below `root` anyway, whose documents would be there twice, perhaps in two splits.
 
     Raises:
-      UserError: a folder can't be read, or links lead twice to the same folder or file.
+      UserError: a folder can't be read.
     """
 
     def is_included(name: str) -> bool:
         return not name.startswith(".") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
     if isinstance(root, Path):
-        found = dict.fromkeys(_walk(root, is_included, inner_links))
+        found = dict.fromkeys(_walk(root, is_included))
     else:
         try:
             found = versions_below(root)
@@ -214,16 +205,14 @@ def list_files(
         found = {path: found[path] for path in found if all(map(is_included, path.split("/")))}
     files, passed_over = {}, collections.Counter()
     for path in sorted(found):
-        if path.endswith(tuple(suffixes)):
+        if isinstance(root, Path) and _is_inner_link(root, root / path):
+            passed_over["a link to others"] += 1
+        elif path.endswith(tuple(suffixes)):
             files[path] = found[path]
         else:
             is_broken = os.path.islink(root / path) and not os.path.exists(root / path)
             passed_over["a broken link" if is_broken else os.path.splitext(path)[1] or "no suffix"] += 1
     if isinstance(root, Path):
-        for path, first in _repeated_files(root, list(files)).items():
-            if inner_links:
-                raise UserError(f"{root / first} and {root / path} are one file, {LINKED_TWICE}")
-            del files[path]
         files = {path: version(root / path) if (root / path).exists() else None for path in files}
     most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
     return files, most and (
@@ -232,34 +221,23 @@ def list_files(
     )
 
 
-def _walk(root: Path, is_included: Callable[[str], bool], inner_links: bool) -> Iterator[str]:
-    """The paths of the files that are included below a folder on a disk, in any order."""
-
-    def is_new(folder: Path) -> bool:
-        real = folder.resolve()
-        if not inner_links and folder.is_symlink() and real.is_relative_to(root.resolve()):
-            return False
-        if (first := read.setdefault(real, folder)) == folder:
-            return True
-        if not inner_links or folder.is_relative_to(first):
-            return False
-        raise UserError(f"{first} and {folder} are one folder, {LINKED_TWICE}")
+def _walk(root: Path, is_included: Callable[[str], bool]) -> Iterator[str]:
+    """The paths of the files that are included below a folder on a disk, and of links to folders that are not followed,
+    in any order."""
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; leave it out with exclude")
 
-    read = {root.resolve(): root}
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if is_included(name) and is_new(Path(folder, name))]
-        yield from ((Path(folder).relative_to(root) / name).as_posix() for name in filter(is_included, files))
+        repeated = {name for name in folders if _is_inner_link(root, Path(folder, name))}
+        folders[:] = [name for name in folders if is_included(name) and name not in repeated]
+        names = filter(is_included, (*files, *repeated))
+        yield from ((Path(folder).relative_to(root) / name).as_posix() for name in names)
 
 
-def _repeated_files(root: Path, paths: Sequence[str]) -> dict[str, str]:
-    """The paths below `root` that are links to the file of another one of the paths, each with this one."""
-    listed, real_root, targets, repeated = set(paths), root.resolve(), {}, {}
-    for path in sorted(path for path in paths if os.path.islink(root / path)):
-        target = os.path.relpath(os.path.realpath(root / path), real_root)
-        first = target if target in listed else targets.setdefault(target, path)
-        if first != path:
-            repeated[path] = first
-    return repeated
+def _is_inner_link(root: Path, path: Path) -> bool:
+    """Whether a path is a link to something that is below `root` anyway, or to a folder that `root` is in."""
+    if not os.path.islink(path) or not path.exists():
+        return False
+    target, real_root = path.resolve(), root.resolve()
+    return target.is_relative_to(real_root) or real_root.is_relative_to(target)
