@@ -8,10 +8,9 @@ import signal
 from functools import partial
 
 import forked
-import numpy as np
 import pytest
 
-from meliad_like.data import encoding, preparation, token_store
+from meliad_like.data import preparation, token_store
 from meliad_like.data.documents import open_source
 from meliad_like.data.encoding import encode_all
 from meliad_like.data.files_source import TextSource
@@ -164,29 +163,6 @@ def test_thirty_documents_have_some_for_each_split(texts, tmp_path):
     source = TextSource(folder=str(texts), validation_share=1e-6, test_share=1e-6)
     store = prepare(source, SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
     assert [store.totals(split).documents for split in ("train", "validation", "test")] == [28, 1, 1]
-
-
-def test_pieces_of_documents_are_as_large_as_they_should_be(texts, monkeypatch, tmp_path):
-    """Small documents are sent together, up to a number of bytes. No document is lost where a result ends early."""
-    source, vocabulary = open_source(config(texts)), tmp_path / "vocabulary"
-    vocabulary.mkdir()
-    ByteVocabulary().save(vocabulary)
-    references = list(source.references())
-    piece = encoding._piece(iter(references), 1000)
-    names, begin = [], 0
-    monkeypatch.setattr(encoding, "PIECE_BYTES", 2000)
-    while True:
-        results, is_complete = encoding._encode_in_worker(vocabulary, piece, begin)
-        for result in results:
-            assert isinstance(result, encoding.Encoded) and result.tokens.dtype == np.uint16
-            names.append(result.name)
-        begin += len(results)
-        if is_complete:
-            break
-    assert names == [reference().name for reference in references] and len(results) < 15
-    monkeypatch.setattr(encoding, "PIECE_BYTES", 100)
-    assert len(list(encoding._unpickled(encoding._piece(iter(references), 1000)))) == 1
-    assert encoding._piece(iter([]), 1000) == b""
 
 
 def test_nothing_left(tmp_path):

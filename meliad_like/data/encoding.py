@@ -2,11 +2,9 @@
 
 import collections
 import functools
-import io
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,9 +22,8 @@ from meliad_like.data.token_store import token_dtype
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 
-PIECE_DOCUMENTS, PIECE_BYTES = 256, 2**20
-"""The largest number of documents that a worker process gets at once, and of bytes that it gets or returns, up to the
-last document."""
+PIECE_DOCUMENTS, PIECE_BYTES = 64, 2**20
+"""The largest number of documents that a worker process gets at once, and how many bytes they may have on average."""
 
 
 class Encoded(NamedTuple):
@@ -60,15 +57,15 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
     # Jax and grain start threads, and a forked child would inherit locks that they hold.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
     encode, references = partial(_encode_in_worker, vocabulary_folder), iter(source.references())
-    waiting: collections.deque[tuple[bytes, int, Future]] = collections.deque()
+    waiting: collections.deque[Future] = collections.deque()
     num_documents = num_bytes = 0
 
-    def submit(piece: bytes, begin: int) -> tuple[bytes, int, Future]:
+    def submit(piece: list[Reference]) -> Future:
         # A process that starts here inherits the blocked signal: on Ctrl-C it completes its piece without a traceback.
         # If it died while it sent a result, this process would wait for the rest.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return piece, begin, pool.submit(encode, piece, begin)
+            return pool.submit(encode, piece)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -76,14 +73,12 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
         while True:
             # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
             most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
-            while len(waiting) < 4 * num_workers and (piece := _piece(references, most)):
-                waiting.append(submit(piece, 0))
+            size = min(max(most, 1), PIECE_DOCUMENTS)
+            while len(waiting) < 4 * num_workers and (piece := list(itertools.islice(references, size))):
+                waiting.append(submit(piece))
             if not waiting:
                 return
-            piece, begin, future = waiting.popleft()
-            results, is_complete = future.result()
-            if not is_complete:
-                waiting.appendleft(submit(piece, begin + len(results)))
+            results = waiting.popleft().result()
             num_documents += len(results)
             num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
             yield from results
@@ -101,35 +96,8 @@ def _end_with_parent() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _piece(references: Iterator[Reference], most: int) -> bytes:
-    """The next references, at most about `most`, pickled one after the other; empty if there are no more."""
-    piece = io.BytesIO()
-    pickler = pickle.Pickler(piece)
-    for reference in itertools.islice(references, min(max(most, 1), PIECE_DOCUMENTS)):
-        pickler.dump(reference)
-        if piece.tell() > PIECE_BYTES:
-            break
-    return piece.getvalue()
-
-
-def _encode_in_worker(
-    vocabulary_folder: Path, piece: bytes, begin: int
-) -> tuple[list[Encoded | BadDocumentError], bool]:
-    """The documents of a piece from `begin` on, and whether they are all; a large result ends early."""
-    vocabulary, results, num_bytes = _vocabulary_of_worker(vocabulary_folder), [], 0
-    for reference in itertools.islice(_unpickled(piece), begin, None):
-        if num_bytes > PIECE_BYTES:
-            return results, False
-        results.append(_encode(vocabulary, reference))
-        num_bytes += results[-1].tokens.nbytes if isinstance(results[-1], Encoded) else 0
-    return results, True
-
-
-def _unpickled(piece: bytes) -> Iterator[Reference]:
-    file = io.BytesIO(piece)
-    unpickler = pickle.Unpickler(file)
-    while file.tell() < len(piece):
-        yield unpickler.load()
+def _encode_in_worker(vocabulary_folder: Path, piece: list[Reference]) -> list[Encoded | BadDocumentError]:
+    return [_encode(_vocabulary_of_worker(vocabulary_folder), reference) for reference in piece]
 
 
 _vocabulary_of_worker = functools.cache(load_vocabulary)
