@@ -19,8 +19,8 @@ from meliad_like.history.settings import HistorySettings
 from meliad_like.layers.basic import Kind
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import DECAYED
+from meliad_like.planning import shrinking
 from meliad_like.registry import configs_in
-from meliad_like.run import shrinking
 
 V = 512
 

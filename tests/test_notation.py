@@ -16,7 +16,7 @@ from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.models.notation import distinct_entries, entries_by_layer, smaller
-from meliad_like.run.shrinking import shrink
+from meliad_like.planning.shrinking import shrink
 
 SIZES = {
     "num_layers": 6,

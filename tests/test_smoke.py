@@ -15,9 +15,9 @@ from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import trained_parameters
+from meliad_like.planning.shrinking import shrink
 from meliad_like.planning.smoke import copy_documents, train_until_killed
 from meliad_like.registry import configs_in
-from meliad_like.run.shrinking import shrink
 
 SIZES = [name for name in NAMES if name.startswith("size/")]
 # A row of each table of the papers, and the training of the paper whose tables have none.

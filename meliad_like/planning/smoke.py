@@ -27,10 +27,10 @@ from meliad_like.errors import MissingStoreError, UserError
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.library import LanguageModel
 from meliad_like.planning.description import describe
+from meliad_like.planning.shrinking import shrink
 from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.setup import vocabulary_size
-from meliad_like.run.shrinking import shrink
 from meliad_like.run.workflow import train
 from meliad_like.tables import Table
 

@@ -13,7 +13,7 @@ import pandas as pd
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
 from meliad_like.errors import UserError
-from meliad_like.run.shrinking import Divisors
+from meliad_like.planning.shrinking import Divisors
 
 
 @dataclass(frozen=True)
