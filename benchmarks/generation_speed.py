@@ -15,7 +15,7 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
-from meliad_like.generation.streaming import Generator, Reading, SamplingConfig
+from meliad_like.generation.streaming import GenerationState, Generator, SamplingConfig
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
@@ -102,30 +102,32 @@ def main(_):
     Console(width=120).print(Table(str(jax.devices()[0]), header, rows).to_rich())
 
 
-def read(generator: Generator, num_tokens: int) -> Reading:
+def read(generator: Generator, num_tokens: int) -> GenerationState:
     tokens = np.random.default_rng(0).integers(0, VOCABULARY_SIZE.value - 1, num_tokens + 1)
     return generator.read(generator.begin(*range(BATCH.value)), [tokens] * BATCH.value)
 
 
-def at(reading: Reading, position: int) -> Reading:
+def at(state: GenerationState, position: int) -> GenerationState:
     """The same memory later in a document, at the same place in its block."""
-    places = position + (reading.num_read - position) % SLIDE.window_length
+    places = position + (state.num_read - position) % SLIDE.window_length
     # The numbers of tokens that mixers have read are the only arrays of lanes alone.
-    carry = jax.tree.map(lambda x: places.astype(np.int32) if x.ndim == 1 else x, reading.carry)
-    return reading._replace(carry=carry, num_read=places)
+    carry = jax.tree.map(lambda x: places.astype(np.int32) if x.ndim == 1 else x, state.carry)
+    return state._replace(carry=carry, num_read=places)
 
 
-def measure(generator: Generator, places: dict[tuple[int, str], Reading]) -> dict[tuple[int, str], tuple[list, list]]:
+def measure(
+    generator: Generator, places: dict[tuple[int, str], GenerationState]
+) -> dict[tuple[int, str], tuple[list, list]]:
     """Seconds of each chunk at each place, which moves on by `--tokens`: chunks with a window's end, and others."""
     seconds = {place: ([], []) for place in places}
-    for place, reading in places.items():
-        offset, began = int(reading.carry.position[0]), time.perf_counter()
-        for _, reading in generator.write(reading, TOKENS.value):  # noqa: B007, B020  # the last one is kept
+    for place, state in places.items():
+        offset, began = int(state.carry.position[0]), time.perf_counter()
+        for _, state in generator.write(state, TOKENS.value):  # noqa: B007, B020  # the last one is kept
             now = time.perf_counter()
             has_end = offset % SLIDE.window_length + CHUNK >= SLIDE.window_length
             seconds[place][0 if has_end else 1].append(now - began)
             offset, began = offset + CHUNK, now
-        places[place] = reading
+        places[place] = state
     return seconds
 
 

@@ -21,7 +21,7 @@ from absl import app, flags
 from meliad_like.config import RunConfig, parse, read_table
 from meliad_like.errors import UserError
 from meliad_like.planning import report
-from meliad_like.planning.programs import needs
+from meliad_like.planning.programs import estimates
 from meliad_like.planning.topology import open_topology
 from meliad_like.resumable import write_json
 from meliad_like.run.setup import vocabulary_size
@@ -92,7 +92,7 @@ def compile_entry(entry: Entry) -> dict[str, Any]:
     """What a training step needs, as `plan --output` writes it; or the reason why there is no such step."""
     topology = open_topology(entry.topology)
     try:
-        return report.to_json(list(needs(entry.run, entry.vocabulary_size, topology, ("training",), quick=True)))
+        return report.to_json(list(estimates(entry.run, entry.vocabulary_size, topology, ("training",), quick=True)))
     except UserError as error:
         return {"error": str(error)}
 
@@ -125,12 +125,12 @@ def _cell(result: dict[str, Any] | None) -> str:
         return "not compiled yet"
     if "error" in result:
         return "lanes don't divide"
-    (need,) = result["programs"]
-    size = f"{need['total'] / 2**30:.1f}"
-    if not need["fits"]:
+    (estimate,) = result["programs"]
+    size = f"{estimate['total'] / 2**30:.1f}"
+    if not estimate["fits"]:
         return f"**{size}**"
-    limit = "" if need["limited_by"] == "arithmetic" else f", {need['limited_by']}"
-    return f"{size}; {1e3 * max(need['seconds'].values()):.0f} ms{limit}"
+    limit = "" if estimate["limited_by"] == "arithmetic" else f", {estimate['limited_by']}"
+    return f"{size}; {1e3 * max(estimate['seconds'].values()):.0f} ms{limit}"
 
 
 def make(folder: Path, words: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import meliad_like
 from meliad_like.config import RunConfig
 from meliad_like.mesh import make_mesh
 from meliad_like.mixers.base import MIXERS
-from meliad_like.planning.programs import Need, measure, state_parts
+from meliad_like.planning.programs import MemoryEstimate, measure, state_parts
 from meliad_like.planning.topology import Topology
 from meliad_like.training.program import make_program
 
@@ -75,7 +75,7 @@ class Clock(NamedTuple):
         return sum(self.parts.values())
 
 
-def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tuple[Need, Clock | None]:
+def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tuple[MemoryEstimate, Clock | None]:
     """Compiles the training step of a run of one stage; no clock if it does not fit, or the compiler has none."""
     program, texts = make_program(run, vocabulary_size, make_mesh(run.mesh, topology.devices)), []
 
@@ -85,8 +85,8 @@ def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tupl
         return compiled
 
     flops = program.model.training_flops_per_token * run.data.tokens_per_step / program.mesh.size
-    need = measure(compile_step, "training", state_parts(program), flops, topology)
-    return need, read_clock(texts[0]) if texts else None
+    estimate = measure(compile_step, "training", state_parts(program), flops, topology)
+    return estimate, read_clock(texts[0]) if texts else None
 
 
 def read_clock(text: str, num_costliest: int = 20) -> Clock | None:

@@ -46,16 +46,16 @@ OUTPUT = flags.DEFINE_string(
 
 def time_step(run: RunConfig, topology: Topology) -> tuple[Clock, dict[str, Any]]:
     """The clock of a training step, and its figures: time, operations, memory, compilation."""
-    need, clock = clock_step(run, VOCABULARY_SIZE.value or vocabulary_size(run), topology)
+    estimate, clock = clock_step(run, VOCABULARY_SIZE.value or vocabulary_size(run), topology)
     if clock is None or topology.chip is None:
-        reason = "the step does not fit into memory" if need.gave_up else "its compiler estimates no times"
+        reason = "the step does not fit into memory" if estimate.gave_up else "its compiler estimates no times"
         raise app.UsageError(f"--topology={topology.name}: {reason}")
     return clock, {
         "cycles": clock.cycles,
         "seconds": clock.cycles / CLOCKS[topology.kind],
-        "flops": need.flops,
-        "memory_bytes": need.total,
-        "compile_seconds": need.compile_seconds,
+        "flops": estimate.flops,
+        "memory_bytes": estimate.total,
+        "compile_seconds": estimate.compile_seconds,
         "without_estimate": clock.without_estimate,
     }
 

@@ -57,7 +57,7 @@ def main() -> None:
     state = lm.begin() if LOAD_CARRY.value is None else lm.resume(LOAD_CARRY.value)
     before, began = state.num_tokens, time.perf_counter()
     state = lm.read(prompt, state)
-    jax.block_until_ready(state.reading.carry)
+    jax.block_until_ready(state.batch_of_one.carry)
     num_read, read_seconds = state.num_tokens - before, time.perf_counter() - began
     moments, counts = [], []
     options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)

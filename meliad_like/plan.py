@@ -32,7 +32,7 @@ def main() -> int:
     from rich.console import Console
 
     from meliad_like.planning import report
-    from meliad_like.planning.programs import needs
+    from meliad_like.planning.programs import estimates
     from meliad_like.planning.topology import GIB, open_topology
     from meliad_like.resumable import write_json
     from meliad_like.run.opening import config_of
@@ -43,11 +43,11 @@ def main() -> int:
     size = VOCABULARY_SIZE.value or vocabulary_size(run)
     console, options = Console(), {"programs": PROGRAMS.value, "quick": QUICK.value}
     with console.status("compiling"):
-        planned = list(needs(run, size, topology, **options))
+        planned = list(estimates(run, size, topology, **options))
     console.print(report.table(planned).to_rich())
     if OUTPUT.value:
         write_json(OUTPUT.value, report.to_json(planned))
-    too_large = [f"{need.name} ({need.total / GIB:,.1f} GiB)" for need in planned if not need.fits]
+    too_large = [f"{estimate.name} ({estimate.total / GIB:,.1f} GiB)" for estimate in planned if not estimate.fits]
     if not too_large:
         return 0
     print(f"does not fit: {', '.join(too_large)}")

@@ -20,7 +20,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import load_reading, save_reading
+from meliad_like.generation.reading import load_state, save_state
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.library import LanguageModel
@@ -189,8 +189,8 @@ def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
         model, opened.params, segment_length=N, vocabulary=BYTES, sampling=SamplingConfig(), stop_at_end=False
     )
     reading = generator.read(generator.begin(5), [np.arange(30)])._replace(ended=np.array([True]))
-    save_reading(tmp_path / "carry", reading, b"\xe2", {"step": 7})
-    loaded, unfinished = load_reading(tmp_path / "carry", jax.eval_shape(lambda: reading.carry), {"step": 7})
+    save_state(tmp_path / "carry", reading, b"\xe2", {"step": 7})
+    loaded, unfinished = load_state(tmp_path / "carry", jax.eval_shape(lambda: reading.carry), {"step": 7})
     jax.tree.map(np.testing.assert_array_equal, loaded, reading)
     assert jax.tree.map(lambda x: x.dtype, loaded.carry) == jax.tree.map(lambda x: x.dtype, reading.carry)
     assert unfinished == b"\xe2"
@@ -200,7 +200,7 @@ def test_a_saved_carry_comes_back_exactly(opened, tmp_path, dtype):
 def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_path):
     reading = make_generator().begin(0)
     shapes = jax.eval_shape(lambda: reading.carry)
-    save_reading(tmp_path / "carry", reading, b"", carry_identity(opened))
+    save_state(tmp_path / "carry", reading, b"", carry_identity(opened))
     retrained = opened._replace(params=jax.tree.map(lambda x: x + 1, opened.params))
     wider = dataclasses.replace(RUN, model=dataclasses.replace(CONFIG, window_length=8))
     for other, message in (
@@ -212,12 +212,12 @@ def test_a_carry_of_another_checkpoint_is_refused(make_generator, opened, tmp_pa
         (retrained._replace(step=9), "step is 7 there, 9"),
     ):
         with pytest.raises(UserError, match=message):
-            load_reading(tmp_path / "carry", shapes, carry_identity(other))
+            load_state(tmp_path / "carry", shapes, carry_identity(other))
 
 
 def test_files_that_are_no_carry(make_generator, tmp_path):
     with pytest.raises(UserError, match="there is no saved carry"):
-        load_reading(tmp_path / "none", {}, {})
+        load_state(tmp_path / "none", {}, {})
     (tmp_path / "text").write_text("not a carry")
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     np.save(tmp_path / "array.npy", np.zeros(3))
@@ -227,11 +227,11 @@ def test_files_that_are_no_carry(make_generator, tmp_path):
     (tmp_path / "damaged.npz").write_bytes(damaged)
     for name in ("text", "other.npz", "array.npy", "damaged.npz"):
         with pytest.raises(UserError, match=f"{name} is not a saved carry"):
-            load_reading(tmp_path / name, {}, {})
+            load_state(tmp_path / name, {}, {})
     with pytest.raises(UserError, match="cannot read the saved carry .*: Is a directory"):
-        load_reading(tmp_path, {}, {})
+        load_state(tmp_path, {}, {})
     with pytest.raises(UserError, match="cannot write the carry"):
-        save_reading(tmp_path / "text" / "carry", make_generator().begin(0), b"", {})
+        save_state(tmp_path / "text" / "carry", make_generator().begin(0), b"", {})
 
 
 def test_stopping_and_going_on_writes_the_same_text(opened, tmp_path):

@@ -29,7 +29,7 @@ from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import load_reading
+from meliad_like.generation.reading import load_state
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter, read_rows
@@ -303,7 +303,7 @@ def test_nothing_is_unpickled(store, tmp_path):
             TokenStore(folder).split("train")
     np.savez(tmp_path / "carry.npz", facts=array, key=array)
     with pytest.raises(UserError, match="is not a saved carry, or it is damaged"):
-        load_reading(tmp_path / "carry.npz", {}, {})
+        load_state(tmp_path / "carry.npz", {}, {})
     np.savez(tmp_path / "theirs.npz", embedding=array)
     for name in ("theirs.npz", "planted.npy"):
         with pytest.raises(UserError):

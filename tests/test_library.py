@@ -73,7 +73,7 @@ def test_a_state_is_continued_any_number_of_times(states, tmp_path):
     assert "".join(piece.text for piece in states.stream(book, 20, chunk=3)) == once.text[: len(once.text)]
     book.save(tmp_path / "book.npz")
     assert states.generate(states.resume(tmp_path / "book.npz"), 20).tokens == once.tokens
-    jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").reading, book.reading)
+    jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").batch_of_one, book.batch_of_one)
 
 
 @pytest.mark.parametrize("name", ["lstm:dual", "slide"])

@@ -13,7 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.planning.gpus import GPUS
-from meliad_like.planning.programs import Need, needs, refused_bytes, state_parts
+from meliad_like.planning.programs import MemoryEstimate, estimates, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
 from meliad_like.planning.topology import GIB, Chip, Topology, by_chips, open_topology
 from meliad_like.training.program import make_program
@@ -28,12 +28,12 @@ def run():
 
 @pytest.fixture(scope="module")
 def planned(run):
-    return list(needs(run, 256, Topology("cpu:8", jax.devices(), "cpu")))
+    return list(estimates(run, 256, Topology("cpu:8", jax.devices(), "cpu")))
 
 
 def test_parts_equal_a_hand_count(run, planned):
     training, evaluation, decoding = planned
-    assert [need.name for need in planned] == ["training", "evaluation", "decoding"]
+    assert [estimate.name for estimate in planned] == ["training", "evaluation", "decoding"]
     model = Model(run.model, 256)
     # Nearly all parameters are cut twice; position bias, scales and norms once or not at all.
     assert training.parts["parameters"] == pytest.approx(model.num_parameters * 4 / 4, rel=0.1)
@@ -44,17 +44,17 @@ def test_parts_equal_a_hand_count(run, planned):
     assert training.parts["batch"] == 2 * (64 * (4 + 4 + 1) + 4 * (1 + 4 + 4))
     assert training.flops == model.training_flops_per_token * 512 / 8
     assert decoding.flops == model.forward_flops_per_token * 8 / 8
-    assert all(need.activations > 0 and need.total > 0 for need in planned)
+    assert all(estimate.activations > 0 and estimate.total > 0 for estimate in planned)
 
 
 def test_a_quick_plan_says_the_same_of_memory(run, planned):
-    (quick,) = needs(run, 256, Topology("cpu:8", jax.devices(), "cpu"), ("decoding",), quick=True)
+    (quick,) = estimates(run, 256, Topology("cpu:8", jax.devices(), "cpu"), ("decoding",), quick=True)
     assert quick.parts == planned[-1].parts
     assert quick.total == pytest.approx(planned[-1].total, rel=0.05)
 
 
-def need_of(total_gib, **changes):
-    plain = Need("training", TOPOLOGY, {"parameters": 0}, int(total_gib * GIB), 0, 0, 1e12, 0.0)
+def estimate_of(total_gib, **changes):
+    plain = MemoryEstimate("training", TOPOLOGY, {"parameters": 0}, int(total_gib * GIB), 0, 0, 1e12, 0.0)
     return plain._replace(**changes)
 
 
@@ -63,10 +63,10 @@ UNKNOWN = TOPOLOGY._replace(chip=None)
 
 
 def test_what_fits_and_what_limits():
-    assert need_of(31).fits
-    assert not need_of(33).fits
-    assert need_of(1e6, topology=UNKNOWN).fits
-    small = need_of(1)
+    assert estimate_of(31).fits
+    assert not estimate_of(33).fits
+    assert estimate_of(1e6, topology=UNKNOWN).fits
+    small = estimate_of(1)
     assert small.seconds == {"arithmetic": 0.01, "memory": 2 * GIB / 1e12} and small.limited_by == "arithmetic"
     assert small._replace(topology=UNKNOWN).seconds == {}
     written = to_json([small])
@@ -78,7 +78,7 @@ def test_the_exit_status_says_whether_it_fits(monkeypatch, capsys):
     monkeypatch.setattr("meliad_like.planning.report.nearest_that_fits", lambda *_, **options: "MeshConfig.fsdp = 2")
 
     def exit_status(total_gib, *flag_words):
-        monkeypatch.setattr("meliad_like.planning.programs.needs", lambda *_, **options: [need_of(total_gib)])
+        monkeypatch.setattr("meliad_like.planning.programs.estimates", lambda *_, **options: [estimate_of(total_gib)])
         plan.COMMAND.flags.unparse_flags()
         plan.COMMAND.flags(["plan", "--topology=v4:2", "--vocabulary_size=256", *flag_words])
         return plan.main()
@@ -118,11 +118,11 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     def least_bytes(run, vocabulary_size, topology):
         return (3 if run.mesh.fsdp == 2 else 1) * GIB
 
-    def needs(run, vocabulary_size, topology):
-        yield need_of(3 if run.mesh.fsdp == 4 else 1, topology=topology)
+    def estimates(run, vocabulary_size, topology):
+        yield estimate_of(3 if run.mesh.fsdp == 4 else 1, topology=topology)
 
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", least_bytes)
-    monkeypatch.setattr("meliad_like.planning.report.needs", needs)
+    monkeypatch.setattr("meliad_like.planning.report.estimates", estimates)
     small = TOPOLOGY._replace(chip=TOPOLOGY.chip._replace(memory=2 * GIB), devices=[None] * 16)
     found = nearest_that_fits(run, 256, small, tried.append)
     assert found == "MeshConfig.fsdp = 8 with DecoderConfig.remat = 'layers'"
@@ -130,8 +130,10 @@ def test_the_nearest_settings_that_fit(run, monkeypatch):
     monkeypatch.setattr("meliad_like.planning.report.least_bytes", lambda *_: 3 * GIB)
     assert nearest_that_fits(run, 256, small, tried.append) is None
     # Of chips whose memory is not known, only the compiler says what fits.
-    gave_up = [need_of(1, gave_up=True)]
-    monkeypatch.setattr("meliad_like.planning.report.needs", lambda run, *_: gave_up * (run.model.remat != "layers"))
+    gave_up = [estimate_of(1, gave_up=True)]
+    monkeypatch.setattr(
+        "meliad_like.planning.report.estimates", lambda run, *_: gave_up * (run.model.remat != "layers")
+    )
     assert nearest_that_fits(run, 256, small._replace(chip=None), print) == "DecoderConfig.remat = 'layers'"
 
 
@@ -143,10 +145,10 @@ def test_a_compiler_that_gives_up_says_what_it_would_need():
     )
     assert refused_bytes(f"{temporary} available HBM (30.75G).", 4 * GIB) == 32.5 * GIB
     assert refused_bytes("INTERNAL: something else", 0) is None
-    need = need_of(1, gave_up=True)
-    assert not need.fits
-    assert need.limited_by == "memory's size"
-    assert need_of(1).limited_by == "arithmetic"
+    estimate = estimate_of(1, gave_up=True)
+    assert not estimate.fits
+    assert estimate.limited_by == "memory's size"
+    assert estimate_of(1).limited_by == "arithmetic"
 
 
 @pytest.mark.parametrize("name", ["v4", "v4:2x", "v7-32"])
@@ -260,5 +262,5 @@ def test_three_figures_of_the_page_compiled_again(file, topology, gib):
     """Minutes each, and needs the TPU's compiler."""
     pytest.importorskip("libtpu")
     run = config.parse([file, "option/bfloat16.gin"])
-    (need,) = needs(run, V, open_topology(topology), ("training",), quick=True)
-    assert need.total / GIB == pytest.approx(gib, rel=0.1)
+    (estimate,) = estimates(run, V, open_topology(topology), ("training",), quick=True)
+    assert estimate.total / GIB == pytest.approx(gib, rel=0.1)

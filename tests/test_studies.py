@@ -17,7 +17,7 @@ from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use
 from meliad_like.studies.__main__ import COMMAND, STUDIES
 from meliad_like.studies.interventions import cleared
-from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_subject, read
+from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_studied, read
 
 __all__ = ["one_device", "runs"]  # fixtures
 
@@ -53,8 +53,8 @@ def test_comparison_page(compared):
 def test_comparison_numbers(runs, compared):
     tokens = pd.read_csv(compared / "tokens.csv", keep_default_na=False)
     saved = json.loads((compared / "summary.json").read_text())
-    subject = open_subject(runs("slide_12l"))
-    reading = read(subject, choose([subject], StudyRequest(runs("slide_12l"))))
+    studied = open_studied(runs("slide_12l"))
+    reading = read(studied, choose([studied], StudyRequest(runs("slide_12l"))))
     expected = np.concatenate([np.append(0, nats) for nats in reading.losses]) / np.log(2)
     np.testing.assert_allclose(tokens["other_bits"], expected, rtol=1e-6)
     assert saved["models"][1]["bits per token"] == pytest.approx(reading.bits_per_token)
@@ -78,14 +78,14 @@ def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
     make(memory_use, runs("fixed_skip"), tmp_path, {"every": 32, "kind": ("shuffled", "cleared")})
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert saved["parts"] == ["recurrent_states"] and saved["largest_difference_before_nats"] < 1e-5
-    subject = open_subject(runs("fixed_skip"))
-    chosen = choose([subject], StudyRequest(runs("fixed_skip")))
+    studied = open_studied(runs("fixed_skip"))
+    chosen = choose([studied], StudyRequest(runs("fixed_skip")))
     segments = {"data.segment_length": 32, "data.tokens_per_step": 256}
     losses = []
-    for model in (subject.run.model, cleared(subject.run.model)):
-        run = with_changes(subject.run, segments | {"model": model})
-        opened = subject.opened._replace(run=run, model=Model(model, subject.opened.vocabulary.size))
-        losses.append(read(subject._replace(opened=opened), chosen).losses)
+    for model in (studied.run.model, cleared(studied.run.model)):
+        run = with_changes(studied.run, segments | {"model": model})
+        opened = studied.opened._replace(run=run, model=Model(model, studied.opened.vocabulary.size))
+        losses.append(read(studied._replace(opened=opened), chosen).losses)
     gains = [(without - kept) / np.log(2) for kept, without in zip(*losses, strict=True)]
     since = np.concatenate([np.arange(32, gain.size) % 32 for gain in gains])
     gains = np.concatenate([gain[32:] for gain in gains])
@@ -193,10 +193,10 @@ def test_missing_things_are_named(runs):
         UserError, match="gates: the model of .*slide_12l.* has no states that pass from block to block"
     ):
         gates.run(StudyRequest(runs("slide_12l")))
-    subject = open_subject(first)
-    other = subject._replace(opened=subject.opened._replace(vocabulary=ByteVocabulary(64)))
+    studied = open_studied(first)
+    other = studied._replace(opened=studied.opened._replace(vocabulary=ByteVocabulary(64)))
     with pytest.raises(UserError, match=r"the vocabulary of the checkpoint .*fixed_skip<b> \(\w{12}\) is not that of"):
-        choose([subject, other], StudyRequest(first))
+        choose([studied, other], StudyRequest(first))
 
 
 @pytest.mark.parametrize(

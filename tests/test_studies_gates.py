@@ -11,7 +11,7 @@ from study_runs import WINDOW, Page, assert_safe, make, one_device, runs
 from meliad_like.mixers.recurrent_states import LstmGate, RecurrentStates
 from meliad_like.studies import gates
 from meliad_like.studies.gates import Tracer
-from meliad_like.studies.readings import open_subject
+from meliad_like.studies.readings import open_studied
 
 __all__ = ["one_device", "runs"]  # fixtures
 BLOCKS = 3
@@ -24,11 +24,11 @@ def test_time_constants_by_hand():
 
 
 def test_fixed_gates_are_sigmoids_of_their_biases(runs):
-    subject = open_subject(runs("fixed_skip"))
-    [layer] = recurrent_layers(subject)
-    tracer = Tracer(subject.opened.model, subject.opened.params)
+    studied = open_studied(runs("fixed_skip"))
+    [layer] = recurrent_layers(studied)
+    tracer = Tracer(studied.opened.model, studied.opened.params)
     tracer.read(TOKENS)
-    states = subject.opened.params["layers"][layer]["mixers"]["recurrent_states"]
+    states = studied.opened.params["layers"][layer]["mixers"]["recurrent_states"]
     kept = jax.nn.sigmoid(states["cell"]["attention_gate"]["bias"])
     assert not tracer.varying
     [(name, values)] = tracer.gates().items()
@@ -37,8 +37,8 @@ def test_fixed_gates_are_sigmoids_of_their_biases(runs):
 
 
 def test_gates_of_several_layers_are_averaged_by_themselves(runs):
-    subject = open_subject(runs("fixed_skip"))
-    tracer = Tracer(subject.opened.model, subject.opened.params)
+    studied = open_studied(runs("fixed_skip"))
+    tracer = Tracer(studied.opened.model, studied.opened.params)
     for block in range(4):
         tracer.add("layer 1 gate", np.full((2, 3, 5), 0.25))
         tracer.add("layer 2 gate", np.full((2, 1, 5), block / 4))
@@ -47,13 +47,13 @@ def test_gates_of_several_layers_are_averaged_by_themselves(runs):
     assert list(tracer.varying) == ["layer 2 gate"]
 
 
-def recurrent_layers(subject):
-    return subject.run.model.layers_with(RecurrentStates)
+def recurrent_layers(studied):
+    return studied.run.model.layers_with(RecurrentStates)
 
 
-def states_after(subject, layer, blocks):
+def states_after(studied, layer, blocks):
     """The states of a layer after a number of blocks were read in one pass."""
-    model = subject.opened.model
+    model = studied.opened.model
 
     @jax.jit
     def read(params):
@@ -63,14 +63,14 @@ def states_after(subject, layer, blocks):
             _, carry = module(TOKENS[None, : blocks * WINDOW], carry, np.arange(blocks)[None] == 0)
         return carry.layers[layer]["recurrent_states"].states[0]
 
-    return np.asarray(read(subject.opened.params))
+    return np.asarray(read(studied.opened.params))
 
 
 def test_a_trace_compares_the_states_after_each_block(runs):
-    subject = open_subject(runs("fixed_skip"))
-    [layer] = recurrent_layers(subject)
-    trace = Tracer(subject.opened.model, subject.opened.params).read(TOKENS)[f"layer {layer} recurrent_states"]
-    states = [states_after(subject, layer, blocks) for blocks in range(BLOCKS + 1)]
+    studied = open_studied(runs("fixed_skip"))
+    [layer] = recurrent_layers(studied)
+    trace = Tracer(studied.opened.model, studied.opened.params).read(TOKENS)[f"layer {layer} recurrent_states"]
+    states = [states_after(studied, layer, blocks) for blocks in range(BLOCKS + 1)]
     change = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairwise(states)]
     np.testing.assert_allclose(trace["change"], change, rtol=1e-4)
 
@@ -84,8 +84,8 @@ def test_a_trace_compares_the_states_after_each_block(runs):
 
 
 def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
-    subject = open_subject(runs("lstm_dual"))
-    tracer = Tracer(subject.opened.model, subject.opened.params)
+    studied = open_studied(runs("lstm_dual"))
+    tracer = Tracer(studied.opened.model, studied.opened.params)
     tracer.read(TOKENS)
     used = []
 
@@ -95,7 +95,7 @@ def test_measured_gates_are_those_that_the_model_uses(runs, monkeypatch):
         return found
 
     monkeypatch.setattr(LstmGate, "gates", gates_that_tell)
-    states_after(subject, *recurrent_layers(subject), BLOCKS)
+    states_after(studied, *recurrent_layers(studied), BLOCKS)
     jax.effects_barrier()
     # In each block the gate after the attention, then the one after the network.
     assert len(used) == 2 * BLOCKS

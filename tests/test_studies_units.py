@@ -78,9 +78,9 @@ def test_places():
 def test_windows_that_do_not_slide_show_what_is_in_them():
     tokens = np.append(VOCABULARY.encode("abacbdbeea"), VOCABULARY.end_of_document)
     run = SimpleNamespace(model=PretrainedConfig(window_length=3))
-    subject: Any = SimpleNamespace(run=run, opened=SimpleNamespace(vocabulary=VOCABULARY))
+    studied: Any = SimpleNamespace(run=run, opened=SimpleNamespace(vocabulary=VOCABULARY))
     counted = np.arange(10) != 2
-    losses = ModelLosses(subject, [np.zeros(10)], [counted])
+    losses = ModelLosses(studied, [np.zeros(10)], [counted])
     chosen: Any = SimpleNamespace(documents=SimpleNamespace(names=["one"]), whole=lambda index: tokens)
     [(_, table)] = compare(losses, losses, chosen, "token", segment=5)
     # The b at 4 is predicted by the first token of the second window, which the b at 1 is not in.

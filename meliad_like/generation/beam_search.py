@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import Reading
+from meliad_like.generation.reading import GenerationState
 from meliad_like.generation.sampling import mask, writable_tokens
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
@@ -59,8 +59,8 @@ def normalised(
 
 
 def beam_search(
-    model: Model, params: Any, vocabulary: Vocabulary, reading: Reading, num_tokens: int, config: BeamConfig
-) -> tuple[Beams, Reading]:
+    model: Model, params: Any, vocabulary: Vocabulary, state: GenerationState, num_tokens: int, config: BeamConfig
+) -> tuple[Beams, GenerationState]:
     """Searches for the best continuations of up to `num_tokens` tokens.
 
     In each step every hypothesis that has not ended is extended by every token that may be written, and the `width`
@@ -68,7 +68,7 @@ def beam_search(
     all have ended.
 
     Args:
-      reading: the states of the texts that are continued, which stay as they are.
+      state: the states of the texts that are continued, which stay as they are.
 
     Returns:
       The hypotheses, as arrays of numpy, and their states: `width` lanes for each text. No state is `ended`.
@@ -77,13 +77,13 @@ def beam_search(
     if num_tokens < 1:
         raise UserError(f"tokens={num_tokens} must be at least 1")
     ends = np.isin(np.arange(vocabulary.size), list(config.end_tokens))
-    texts = (reading.carry, reading.token, ends, allowed, np.float32(config.length_penalty))
+    texts = (state.carry, state.token, ends, allowed, np.float32(config.length_penalty))
     carry, beams = _search(model, params, *texts, width=config.width, num_tokens=num_tokens)
     beams = Beams(*map(np.asarray, beams))
     last = np.take_along_axis(beams.tokens, beams.length[..., None] - 1, axis=-1).reshape(-1)
-    num_read = np.repeat(reading.num_read, config.width) + beams.length.reshape(-1)
-    key = jnp.repeat(reading.key, config.width, axis=0)
-    return beams, Reading(carry, last, key, num_read, np.zeros(len(last), bool))
+    num_read = np.repeat(state.num_read, config.width) + beams.length.reshape(-1)
+    key = jnp.repeat(state.key, config.width, axis=0)
+    return beams, GenerationState(carry, last, key, num_read, np.zeros(len(last), bool))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("width", "num_tokens"))

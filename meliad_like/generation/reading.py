@@ -23,13 +23,13 @@ from meliad_like.training.checkpoints import named_arrays
 LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
 NO_TOKEN = -1
-"""The `Reading.token` of a text without tokens."""
+"""The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
 """XLA's options for a loop over tokens. By default a CPU's program copies all cached keys and values for every token,
 because they are read before one of them is replaced. Other platforms ignore it."""
 
 
-class Reading(NamedTuple):
+class GenerationState(NamedTuple):
     """The states of a generator in `b` texts. Each use consumes them: the buffers of the carry are donated."""
 
     carry: Any
@@ -45,17 +45,17 @@ class Reading(NamedTuple):
     end-of-document token, which in vocabularies of whole words also ends lines."""
 
 
-def take_reading(reading: Reading, lanes: Sequence[int]) -> Reading:
-    """New states of these texts, in this order; the buffers are copies."""
+def take_states(state: GenerationState, lanes: Sequence[int]) -> GenerationState:
+    """The state of these texts alone, in this order; the buffers are copies."""
     index = np.asarray(lanes, np.int32)
-    return Reading(take_lanes(reading.carry, index), *(x[index] for x in reading[1:]))
+    return GenerationState(take_lanes(state.carry, index), *(x[index] for x in state[1:]))
 
 
-def join_readings(readings: Sequence[Reading]) -> Reading:
-    """New states with the texts of all readings, in their order."""
-    carry, token, key, num_read, ended = zip(*readings)
+def join_states(states: Sequence[GenerationState]) -> GenerationState:
+    """One state with the texts of all of these, in their order."""
+    carry, token, key, num_read, ended = zip(*states)
     token, num_read, ended = map(np.concatenate, (token, num_read, ended))
-    return Reading(join_lanes(carry), token, jnp.concatenate(key), num_read, ended)
+    return GenerationState(join_lanes(carry), token, jnp.concatenate(key), num_read, ended)
 
 
 class RequestedResults(NamedTuple):
@@ -76,17 +76,17 @@ class TextReader:
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length
 
-    def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
-        """The states after these tokens, one array for each text of `reading`."""
-        return self.look(reading, texts, RequestedResults(), finish=True)[1]
+    def read(self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]) -> GenerationState:
+        """The states after these tokens, one array for each text of `state`."""
+        return self.look(state, texts, RequestedResults(), finish=True)[1]
 
     def look(
         self,
-        reading: Reading,
+        state: GenerationState,
         texts: Sequence[Int[np.ndarray, " n"]],
         requested: RequestedResults,
         finish: bool = False,
-    ) -> tuple[list[dict[str, np.ndarray]], Reading, list[Int[np.ndarray, " n"]]]:
+    ) -> tuple[list[dict[str, np.ndarray]], GenerationState, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the requested results of their tokens.
 
         Unless `finish`, the tokens of a last, incomplete block are read at once for their results, and not one by one,
@@ -98,14 +98,14 @@ class TextReader:
         """
         check_tokens(texts, self._model.vocabulary_size)
         # The last token before each text has not been read yet; if it is a generated end of document, it is dropped.
-        is_before = (reading.token != NO_TOKEN) & ~reading.ended
+        is_before = (state.token != NO_TOKEN) & ~state.ended
         rows = [
-            np.concatenate([reading.token[lane : lane + before], text]).astype(np.int32)
+            np.concatenate([state.token[lane : lane + before], text]).astype(np.int32)
             for lane, (before, text) in enumerate(zip(is_before.tolist(), texts))
         ]
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
-        place, num_read = np.zeros(len(rows), int), reading.num_read.copy()
-        carry, parts_by_text, is_unread = reading.carry, [[] for _ in rows], False
+        place, num_read = np.zeros(len(rows), int), state.num_read.copy()
+        carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
         while remaining.any():
             counts, size = self._next(num_read, remaining)
             tokens, targets = _cut(rows, place, counts, size or self._window_length)
@@ -125,7 +125,7 @@ class TextReader:
             remaining = remaining - counts
             if not is_unread:
                 place, num_read = place + counts, num_read + counts
-        token, ended = reading.token.copy(), reading.ended.copy()
+        token, ended = state.token.copy(), state.ended.copy()
         for lane, text in enumerate(texts):
             if len(text):
                 token[lane], ended[lane] = rows[lane][place[lane]], False
@@ -134,7 +134,7 @@ class TextReader:
             {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {}
             for parts in parts_by_text
         ]
-        return joined, Reading(carry, token, reading.key, num_read, ended), rest
+        return joined, GenerationState(carry, token, state.key, num_read, ended), rest
 
     def _next(
         self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
@@ -241,25 +241,25 @@ def _read_tokens(
     return jax.lax.fori_loop(0, jnp.max(counts), step, (carry, zeros))
 
 
-def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity: dict[str, Any]) -> None:
+def save_state(path: str | Path, state: GenerationState, unfinished: bytes, identity: dict[str, Any]) -> None:
     """Writes the state of one text, and the bytes of an incomplete character, to a file, also on `gs://`.
 
     If it fails, an earlier file is unchanged.
 
     Args:
-      identity: properties of the checkpoint that computed the carry, for JSON, which `load_reading` compares.
+      identity: properties of the checkpoint that computed the carry, for JSON, which `load_state` compares.
     """
-    arrays = {name: np.asarray(leaf) for name, leaf in named_arrays({"carry": reading.carry}).items()}
-    token = int(reading.token[0])
+    arrays = {name: np.asarray(leaf) for name, leaf in named_arrays({"carry": state.carry}).items()}
+    token = int(state.token[0])
     facts = {
         "identity": identity,
         "token": None if token == NO_TOKEN else token,
-        "num_read": int(reading.num_read[0]),
-        "ended": bool(reading.ended[0]),
+        "num_read": int(state.num_read[0]),
+        "ended": bool(state.ended[0]),
         "unfinished": unfinished.hex(),
     }
     content = io.BytesIO()
-    np.savez(content, facts=np.array(json.dumps(facts)), key=np.asarray(reading.key[0]), **arrays)
+    np.savez(content, facts=np.array(json.dumps(facts)), key=np.asarray(state.key[0]), **arrays)
     try:
         write_whole(any_path(path), content.getvalue())
     except refusals() as error:
@@ -268,8 +268,8 @@ def save_reading(path: str | Path, reading: Reading, unfinished: bytes, identity
         ) from None
 
 
-def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[Reading, bytes]:
-    """Reads a file of `save_reading` for the checkpoint with this identity: the state, and an incomplete character."""
+def load_state(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[GenerationState, bytes]:
+    """Reads a file of `save_state` for the checkpoint with this identity: the state, and an incomplete character."""
     try:
         with any_path(path).open("rb") as content, np.load(content) as file:
             facts = json.loads(str(file["facts"]))
@@ -291,5 +291,5 @@ def load_reading(path: str | Path, abstract_carry: Any, identity: dict[str, Any]
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
     token = np.array([NO_TOKEN if facts["token"] is None else facts["token"]], np.int32)
     num_read, ended = np.array([facts["num_read"]]), np.array([facts["ended"]])
-    reading = Reading(jax.device_put(carry), token, jax.device_put(key[None]), num_read, ended)
-    return reading, bytes.fromhex(facts["unfinished"])
+    state = GenerationState(jax.device_put(carry), token, jax.device_put(key[None]), num_read, ended)
+    return state, bytes.fromhex(facts["unfinished"])

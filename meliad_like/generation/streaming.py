@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, Reading, RequestedResults, TextReader
+from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, GenerationState, RequestedResults, TextReader
 from meliad_like.generation.sampling import SamplingConfig, mask, sample, writable_tokens
 from meliad_like.models.model import Model
 
@@ -65,48 +65,48 @@ class Generator:
             _write_tokens, model, params, allowed, sampling=sampling, ends=self._ends, chunk=self._chunk
         )
 
-    def begin(self, *seeds: int) -> Reading:
+    def begin(self, *seeds: int) -> GenerationState:
         """The states before the first tokens of documents, one for each random seed."""
         carry, key = _begin(self._model, self._params, np.asarray(seeds, np.uint32))
         nothing = np.zeros(len(seeds), int)
-        return Reading(carry, nothing.astype(np.int32) + NO_TOKEN, key, nothing, nothing > 0)
+        return GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, key, nothing, nothing > 0)
 
-    def read(self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]) -> Reading:
-        """The states after these tokens, one array for each text of `reading`."""
-        return self.reader.read(reading, texts)
+    def read(self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]) -> GenerationState:
+        """The states after these tokens, one array for each text of `state`."""
+        return self.reader.read(state, texts)
 
     def score(
-        self, reading: Reading, texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> tuple[list[Float[np.ndarray, " n"]], Reading, list[Int[np.ndarray, " n"]]]:
+        self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]
+    ) -> tuple[list[Float[np.ndarray, " n"]], GenerationState, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the loss of each token in nats; NaN if no token precedes it.
 
         `read` continues the states that are returned with the texts' last tokens, which these lack.
         """
-        results, before, rest = self.reader.look(reading, texts, RequestedResults(losses=True))
+        results, before, rest = self.reader.look(state, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
         missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
         return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], before, rest
 
-    def write(self, reading: Reading, num_tokens: int) -> Iterator[tuple[list[list[int]], Reading]]:
+    def write(self, state: GenerationState, num_tokens: int) -> Iterator[tuple[list[list[int]], GenerationState]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.
 
         Each chunk comes with the states after it, which are valid until the next chunk is requested. Where a text
         ends, the chunk ends for all, and later states of this text have no meaning.
         """
-        check_prompts(reading)
+        check_prompts(state)
         if num_tokens < 0:
             raise UserError(f"tokens={num_tokens} must be at least 0")
         chunk = self._first_chunk
-        while num_tokens > 0 and not reading.ended.all():
-            is_active = ~reading.ended
-            arguments = (reading.token, reading.key, is_active, min(num_tokens, chunk))
-            carry, key, written, count = self._write_tokens(reading.carry, *arguments)
+        while num_tokens > 0 and not state.ended.all():
+            is_active = ~state.ended
+            arguments = (state.token, state.key, is_active, min(num_tokens, chunk))
+            carry, key, written, count = self._write_tokens(state.carry, *arguments)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
             chunk = min(2 * chunk, self._chunk)
             ended = ~is_active | np.isin(written[:, -1], self._ends)
-            reading = Reading(carry, written[:, -1], key, reading.num_read + written.shape[1], ended)
-            yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], reading
+            state = GenerationState(carry, written[:, -1], key, state.num_read + written.shape[1], ended)
+            yield [tokens.tolist() if live else [] for tokens, live in zip(written, is_active, strict=True)], state
 
     def continuation(self, prompt: Int[np.ndarray, " n"], num_tokens: int, seed: int = 0) -> list[int]:
         """Up to `num_tokens` tokens that continue one prompt, which begins a document."""
@@ -114,10 +114,10 @@ class Generator:
         return [token for [written], _ in chunks for token in written]
 
 
-def check_prompts(reading: Reading) -> None:
+def check_prompts(state: GenerationState) -> None:
     """Raises a UserError if a text can't be continued."""
-    for number, (token, ended) in enumerate(zip(reading.token, reading.ended, strict=True)):
-        name = "the {}" if len(reading.token) == 1 else f"{{}} {number} of the batch"
+    for number, (token, ended) in enumerate(zip(state.token, state.ended, strict=True)):
+        name = "the {}" if len(state.token) == 1 else f"{{}} {number} of the batch"
         if token == NO_TOKEN:
             raise UserError(f"there is nothing to continue: {name.format('prompt')} is empty")
         if ended:

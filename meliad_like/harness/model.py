@@ -203,7 +203,7 @@ class HarnessModel(TemplateLM):
 
     def _read(self, question: Question, stop: int) -> State:
         """The state after the tokens of a question up to `stop`, whole blocks."""
-        reading = self.lm.read(question.tokens[question.num_read : stop + 1], question.state).reading
+        reading = self.lm.read(question.tokens[question.num_read : stop + 1], question.state).batch_of_one
         # The last of these tokens, which the model has not read yet, belongs to one question alone.
         return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
 
@@ -227,7 +227,7 @@ class HarnessModel(TemplateLM):
             tokens[i, : question.num_inputs + 1] = question.tokens[question.num_read :]
         # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
         states = [question.state for question in (questions + questions[-1:] * self._batch_size)[: self._batch_size]]
-        carry = None if begins else join_lanes([state.reading.carry for state in states if state is not None])
+        carry = None if begins else join_lanes([state.batch_of_one.carry for state in states if state is not None])
         losses = _losses(model, self.lm.params, carry, tokens, start)
         nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
         for i, question in enumerate(questions):

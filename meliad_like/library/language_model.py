@@ -15,12 +15,12 @@ from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
 from meliad_like.generation.reading import (
-    Reading,
+    GenerationState,
     RequestedResults,
     check_tokens,
-    join_readings,
-    load_reading,
-    take_reading,
+    join_states,
+    load_state,
+    take_states,
 )
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
@@ -106,11 +106,11 @@ class LanguageModel:
     def resume(self, path: str | Path) -> State:
         """Reads a state from a file, also on `gs://`. Raises a UserError if it is damaged, or of another model."""
         fresh = self._generator().begin(0)
-        reading, unfinished = load_reading(path, fresh.carry, carry_identity(self.opened))
+        batch, unfinished = load_state(path, fresh.carry, carry_identity(self.opened))
         carry, key = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding), *((x.carry, x.key) for x in (reading, fresh))
+            lambda new, old: jax.device_put(new, old.sharding), *((x.carry, x.key) for x in (batch, fresh))
         )
-        return State(self.opened, reading._replace(carry=carry, key=key), unfinished=unfinished)
+        return State(self.opened, batch._replace(carry=carry, key=key), unfinished=unfinished)
 
     def read(self, text: Text, state: State | None = None) -> State:
         """The state after a text of any length, which begins a document or follows what `state` has read."""
@@ -119,8 +119,8 @@ class LanguageModel:
     def read_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[State]:
         """`read` of several texts; `states`: the state before all of them, or one for each."""
         encoded, start = self._encoded(texts, states)
-        reading = self._generator().read(start, [text.tokens for text in encoded])
-        return [State(self.opened, reading, lane, text.unfinished) for lane, text in enumerate(encoded)]
+        batch = self._generator().read(start, [text.tokens for text in encoded])
+        return [State(self.opened, batch, lane, text.unfinished) for lane, text in enumerate(encoded)]
 
     def score(self, text: Text, state: State | None = None) -> Score:
         """The probability of each token of a text, which begins a document or follows what `state` has read."""
@@ -153,11 +153,11 @@ class LanguageModel:
             if not -number - 1 <= layer <= number:
                 raise UserError(f"layers: there is no layer {layer}; the layers are 1 to {number}, and 0 the embedding")
         requested = RequestedResults(logits=True, layers=tuple(sorted({layer % (number + 1) for layer in layers})))
-        encoded, reading = self._encoded(texts, states)
+        encoded, batch = self._encoded(texts, states)
         tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: only tokens that another one follows have results.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, *_ = self._generator().reader.look(reading, longer, requested)
+        results, *_ = self._generator().reader.look(batch, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
@@ -219,15 +219,15 @@ class LanguageModel:
         stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", None)
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
         decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
-        for written, reading in generator.write(self._joined(states, seeds), tokens):
+        for written, batch in generator.write(self._joined(states, seeds), tokens):
             texts = [decoder.push(*new) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
-                    states[lane] = State(self.opened, reading, lane, decoders[lane].unfinished)
-                    if reading.ended[lane] and not is_alone:
+                    states[lane] = State(self.opened, batch, lane, decoders[lane].unfinished)
+                    if batch.ended[lane] and not is_alone:
                         # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
-            yield [Continuation(*piece) for piece in zip(texts, written, states, reading.ended.tolist())]
+            yield [Continuation(*piece) for piece in zip(texts, written, states, batch.ended.tolist())]
 
     def search(self, start: State | Text, tokens: int = 200, **settings: Unpack[SearchSettings]) -> list[Hypothesis]:
         """The most likely continuations of a state or a text by at most this number of tokens, the best first.
@@ -248,12 +248,14 @@ class LanguageModel:
         if not 1 <= num_best <= config.width:
             raise UserError(f"num_best={num_best} must be at least 1 and at most width={config.width}")
         states = self._starts(starts)
-        reading = self._joined(states)
-        check_prompts(reading)
-        beams, reading = beam_search(self.model, self.params, self.vocabulary, reading, tokens, config)
-        return [self._hypotheses(text, state, beams, reading, num_best) for text, state in enumerate(states)]
+        batch = self._joined(states)
+        check_prompts(batch)
+        beams, batch = beam_search(self.model, self.params, self.vocabulary, batch, tokens, config)
+        return [self._hypotheses(text, state, beams, batch, num_best) for text, state in enumerate(states)]
 
-    def _hypotheses(self, text: int, start: State, beams: Beams, reading: Reading, num_best: int) -> list[Hypothesis]:
+    def _hypotheses(
+        self, text: int, start: State, beams: Beams, batch: GenerationState, num_best: int
+    ) -> list[Hypothesis]:
         """The best hypotheses of one text of a search."""
         hypotheses, width = [], beams.length.shape[1]
         for place in range(num_best):
@@ -263,7 +265,7 @@ class LanguageModel:
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
             decoder = StreamingDecoder(self.vocabulary, start.unfinished)
             written = decoder.push(*tokens)
-            state = State(self.opened, reading, text * width + place, decoder.unfinished)
+            state = State(self.opened, batch, text * width + place, decoder.unfinished)
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
             hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
         return hypotheses
@@ -275,7 +277,7 @@ class LanguageModel:
 
     def _encoded(
         self, texts: Sequence[Text], states: State | Sequence[State] | None
-    ) -> tuple[list[EncodedText], Reading]:
+    ) -> tuple[list[EncodedText], GenerationState]:
         """The texts, and a new batch of the states before each of them."""
         if states is None or isinstance(states, State):
             states = [states or self.begin()] * len(texts)
@@ -290,21 +292,21 @@ class LanguageModel:
         ]
         return encoded, self._joined(states)
 
-    def _joined(self, states: Sequence[State], seeds: Sequence[int] | None = None) -> Reading:
+    def _joined(self, states: Sequence[State], seeds: Sequence[int] | None = None) -> GenerationState:
         """A new batch of these states, with random states from the seeds if there are any."""
         for state in states:
             state.check_model(self.opened)
         batch = states[0].batch
         if all(state.batch is batch for state in states):
-            reading = take_reading(batch, [state.lane for state in states])
+            batch = take_states(batch, [state.lane for state in states])
         else:
-            reading = join_readings([state.reading for state in states])
+            batch = join_states([state.batch_of_one for state in states])
         if seeds is None:
-            return reading
+            return batch
         if len(seeds) != len(states):
             raise UserError(f"{len(seeds)} seeds for {len(states)} texts: give one for each text")
         key = jax.random.key_data(jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32)))
-        return reading._replace(key=jax.device_put(key, reading.key.sharding))
+        return batch._replace(key=jax.device_put(key, batch.key.sharding))
 
     def _generator(
         self, sampling: SamplingConfig | None = None, stop_at_end: bool = True, chunk: int | None = None

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from meliad_like.evaluation.scores import ratio
-from meliad_like.generation.reading import NO_TOKEN, Reading, save_reading, take_reading
+from meliad_like.generation.reading import NO_TOKEN, GenerationState, save_state, take_states
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.run.text import carry_identity
@@ -27,7 +27,7 @@ class State:
 
     opened: OpenedCheckpoint = dataclasses.field(repr=False)
     """The model."""
-    batch: Reading = dataclasses.field(repr=False)
+    batch: GenerationState = dataclasses.field(repr=False)
     """The states of the batch in which the text was read."""
     lane: int = 0
     """The index of this state in the batch."""
@@ -35,9 +35,9 @@ class State:
     """The bytes of a character that the text has not completed."""
 
     @functools.cached_property
-    def reading(self) -> Reading:
+    def batch_of_one(self) -> GenerationState:
         """The state as a batch of one."""
-        return self.batch if len(self.batch.token) == 1 else take_reading(self.batch, [self.lane])
+        return self.batch if len(self.batch.token) == 1 else take_states(self.batch, [self.lane])
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +51,7 @@ class State:
         The last token of the text is not part of it yet: a model reads this token when it continues the text. Arrays
         may have places, such as those of an empty cache, that no later token sees.
         """
-        return {name: np.asarray(leaf)[0] for name, leaf in named_arrays(self.reading.carry).items()}
+        return {name: np.asarray(leaf)[0] for name, leaf in named_arrays(self.batch_of_one.carry).items()}
 
     def difference(self, other: "State") -> dict[str, float]:
         """The largest absolute difference of two states of one model in each of the `arrays`, by name."""
@@ -67,7 +67,7 @@ class State:
 
     def copy(self) -> "State":
         """The same state with memory of its own."""
-        return dataclasses.replace(self, batch=take_reading(self.batch, [self.lane]), lane=0)
+        return dataclasses.replace(self, batch=take_states(self.batch, [self.lane]), lane=0)
 
     def save(self, path: str | Path) -> None:
         """Writes the state to a file for `LanguageModel.resume`, also on `gs://`.
@@ -75,7 +75,7 @@ class State:
         Raises:
           UserError: the file can't be written; an earlier file is unchanged.
         """
-        save_reading(path, self.reading, self.unfinished, carry_identity(self.opened))
+        save_state(path, self.batch_of_one, self.unfinished, carry_identity(self.opened))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

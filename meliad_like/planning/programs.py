@@ -25,7 +25,7 @@ _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
 _TEMPORARY = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
-class Need(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """The memory that one program needs on each device, in bytes."""
 
     name: str
@@ -71,9 +71,9 @@ class Need(NamedTuple):
         return max(times, key=lambda name: times[name], default="") if self.fits else "memory's size"
 
 
-def needs(
+def estimates(
     run: RunConfig, vocabulary_size: int, topology: Topology, programs: Sequence[str] = PROGRAMS, quick: bool = False
-) -> Iterator[Need]:
+) -> Iterator[MemoryEstimate]:
     """Compiles the programs of a run of one stage, in turn.
 
     With `quick` the compiler makes the least effort, and needs half the time or less; activations are then up to 20
@@ -114,8 +114,8 @@ def needs(
     for name in programs:
         compile_program, resident, flops = known[name]
         with jax.set_mesh(mesh):
-            need = measure(compile_program, name, resident, flops / mesh.size, topology)
-        yield need
+            estimate = measure(compile_program, name, resident, flops / mesh.size, topology)
+        yield estimate
 
 
 def with_kernels(run: RunConfig, topology: Topology) -> RunConfig:
@@ -130,15 +130,17 @@ def measure(
     parts: dict[str, int],
     flops: float,
     topology: Topology,
-) -> Need:
-    """Compiles a program; `parts` and `flops` are those of `Need`."""
+) -> MemoryEstimate:
+    """Compiles a program; `parts` and `flops` are those of `MemoryEstimate`."""
     began = time.perf_counter()
     try:
         compiled = compile_program()
     except jax.errors.JaxRuntimeError as error:
         if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
-        return Need(name, topology, parts, activations, 0, 0, flops, time.perf_counter() - began, gave_up=True)
+        return MemoryEstimate(
+            name, topology, parts, activations, 0, 0, flops, time.perf_counter() - began, gave_up=True
+        )
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -146,7 +148,9 @@ def measure(
     # a GiB. On a CPU the former is right, and the peak is that of the arguments.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     activations = memory.temp_size_in_bytes if topology.kind == "cpu" else peak
-    return Need(name, topology, parts, activations, results, memory.generated_code_size_in_bytes, flops, seconds)
+    return MemoryEstimate(
+        name, topology, parts, activations, results, memory.generated_code_size_in_bytes, flops, seconds
+    )
 
 
 def refused_bytes(message: str, held: int) -> int | None:

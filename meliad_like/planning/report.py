@@ -8,7 +8,7 @@ from typing import Any
 
 from meliad_like.config import RunConfig
 from meliad_like.errors import UserError
-from meliad_like.planning.programs import PARTS, Need, least_bytes, needs
+from meliad_like.planning.programs import PARTS, MemoryEstimate, estimates, least_bytes
 from meliad_like.planning.topology import GIB, Topology
 from meliad_like.tables import Table
 
@@ -16,31 +16,35 @@ from meliad_like.tables import Table
 SPARING: dict[str, tuple[str, ...]] = {"none": ("dots", "layers"), "dots": ("layers",)}
 
 
-def table(planned: Sequence[Need]) -> Table:
+def table(planned: Sequence[MemoryEstimate]) -> Table:
     """A row for each figure, and a column for each program."""
     topology = planned[0].topology
-    rows: dict[str, list[str]] = {part: [_gib(need.parts.get(part)) for need in planned] for part in PARTS}
-    rows |= {name: [_gib(getattr(need, name)) for need in planned] for name in ("activations", "results", "code")}
-    rows["total"] = [_gib(need.total) for need in planned]
+    rows: dict[str, list[str]] = {part: [_gib(estimate.parts.get(part)) for estimate in planned] for part in PARTS}
+    rows |= {
+        name: [_gib(getattr(estimate, name)) for estimate in planned] for name in ("activations", "results", "code")
+    }
+    rows["total"] = [_gib(estimate.total) for estimate in planned]
     if topology.chip is not None:
-        rows["left"] = [_gib(topology.chip.memory - need.total) for need in planned]
-    rows["TFLOP"] = [f"{need.flops / 1e12:,.4f}" for need in planned]
+        rows["left"] = [_gib(topology.chip.memory - estimate.total) for estimate in planned]
+    rows["TFLOP"] = [f"{estimate.flops / 1e12:,.4f}" for estimate in planned]
     for name in planned[0].seconds:
-        rows[f"ms of {name}, at least"] = [f"{1e3 * need.seconds[name]:,.3f}" for need in planned]
+        rows[f"ms of {name}, at least"] = [f"{1e3 * estimate.seconds[name]:,.3f}" for estimate in planned]
     if planned[0].seconds:
-        rows["limited by"] = [need.limited_by for need in planned]
-    rows["compiled in"] = [f"{need.compile_seconds:.0f} s" for need in planned]
+        rows["limited by"] = [estimate.limited_by for estimate in planned]
+    rows["compiled in"] = [f"{estimate.compile_seconds:.0f} s" for estimate in planned]
     title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
-    return Table(title, ("", *(need.name for need in planned)), [(name, *cells) for name, cells in rows.items()])
+    return Table(
+        title, ("", *(estimate.name for estimate in planned)), [(name, *cells) for name, cells in rows.items()]
+    )
 
 
-def to_json(planned: Sequence[Need]) -> dict[str, Any]:
+def to_json(planned: Sequence[MemoryEstimate]) -> dict[str, Any]:
     """The figures of a plan for JSON."""
     topology = planned[0].topology
     derived = ("total", "limited_by", "fits", "seconds")
     programs = [
-        need._asdict() | {"topology": topology.name} | {name: getattr(need, name) for name in derived}
-        for need in planned
+        estimate._asdict() | {"topology": topology.name} | {name: getattr(estimate, name) for name in derived}
+        for estimate in planned
     ]
     memory = topology.chip and topology.chip.memory
     devices = {"devices": len(topology.devices), "kind": topology.kind, "memory_bytes": memory}
@@ -56,8 +60,8 @@ def nearest_that_fits(
 ) -> str | None:
     """The first of `alternatives` that fits, as bindings; None if none of them fits.
 
-    `on_try` is called with the bindings that are about to be compiled, with the options of `needs`. If the memory of
-    the chips is not known, only the compiler decides what fits.
+    `on_try` is called with the bindings that are about to be compiled, with the options of `estimates`. If the memory
+    of the chips is not known, only the compiler decides what fits.
     """
     memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):
@@ -65,7 +69,7 @@ def nearest_that_fits(
         with contextlib.suppress(UserError):
             if least_bytes(other, vocabulary_size, topology) <= memory:
                 on_try(bindings)
-                if all(need.fits for need in needs(other, vocabulary_size, topology, **options)):
+                if all(estimate.fits for estimate in estimates(other, vocabulary_size, topology, **options)):
                     return bindings
     return None
 

@@ -55,13 +55,13 @@ def run(
     """
     if len(other) > 1 or not (other or request.gin_param):
         raise UserError("compare needs one other model: --other=DIR, or --gin_param=... for the same one's settings")
-    subjects = open_compared(request, other, other_step)
-    selection = choose(subjects, request)
-    first, second = (read(subject, selection) for subject in subjects)
-    config, names = first.subject.run, selection.documents.names
+    models = open_compared(request, other, other_step)
+    selection = choose(models, request)
+    first, second = (read(studied, selection) for studied in models)
+    config, names = first.studied.run, selection.documents.names
     if unit == "auto":
         unit = "word" if isinstance(config.vocabulary, BytesVocabularyConfig) else "token"
-    window, segment = second.subject.run.model.window_length, config.data.segment_length
+    window, segment = second.studied.run.model.window_length, config.data.segment_length
     documents = compare(first, second, selection, unit, segment)
     best, worst = (pd.concat([largest(*each, top, sign, unit == "word") for each in documents]) for sign in (1, -1))
     table = pd.concat([table for _, table in documents], ignore_index=True)
@@ -72,7 +72,7 @@ def run(
     by_distance = _groups(table, 2 ** np.log2(distances).astype(int))
     means = by_distance["gain_bits"] / by_distance["units"]
     tokens, sums = _tokens(selection, first, second)
-    other_config = dataclasses.replace(second.subject.run, source=config.source, mesh=config.mesh)
+    other_config = dataclasses.replace(second.studied.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
     settings = pd.DataFrame(changed, columns=["field", "first", "other"])
     gain = second.bits_per_token - first.bits_per_token
@@ -139,9 +139,9 @@ def compare(
     """
     documents = []
     # What the other model cannot see is what the first one may have remembered.
-    num_visible = other.subject.run.model.traits.num_visible
+    num_visible = other.studied.run.model.traits.num_visible
     for index, name in enumerate(selection.documents.names):
-        units = make_units(selection.whole(index), first.subject.opened.vocabulary, unit)
+        units = make_units(selection.whole(index), first.studied.opened.vocabulary, unit)
         visible = num_visible(np.maximum(units.first - 1, 0))
         table = pd.DataFrame(
             {

@@ -42,9 +42,9 @@ def curves(sums: LossSums, labels: Sequence[str]) -> pd.DataFrame:
 
 def run(request: StudyRequest, *, other: Sequence[str] = (), other_step: int | None = None) -> Study:
     """The loss by position of one model or several."""
-    subjects = open_compared(request, other, other_step)
-    selection = choose(subjects, request)
-    readings = [read(subject, selection) for subject in subjects]
+    models = open_compared(request, other, other_step)
+    selection = choose(models, request)
+    readings = [read(studied, selection) for studied in models]
     sums, labels = by_position(readings), [reading.label for reading in readings]
     table, details = curves(sums, labels), [reading.details() for reading in readings]
     # The axis is logarithmic and has no zero.

@@ -19,7 +19,7 @@ from meliad_like.errors import UserError
 from meliad_like.evaluation.report import tracked
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Chart, Numbers, Study
-from meliad_like.studies.readings import StudyRequest, choose, open_subject
+from meliad_like.studies.readings import StudyRequest, choose, open_studied
 from meliad_like.studies.states import Watched, watch
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -107,13 +107,13 @@ def time_constants(shares: Float[np.ndarray, " d"]) -> Float[np.ndarray, " d"]:
 
 def run(request: StudyRequest) -> Study:
     """The gates and states of a model. UserError if it has no states."""
-    subject = open_subject(request.checkpoint, request.gin_param, request.step)
-    window = subject.run.model.window_length
-    selection = choose([subject], request)
+    studied = open_studied(request.checkpoint, request.gin_param, request.step)
+    window = studied.run.model.window_length
+    selection = choose([studied], request)
     if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
-    tracer, names = Tracer(subject.opened.model, subject.opened.params), selection.documents.names
-    numbers = tracked(range(len(names)), subject.label, len(names))
+    tracer, names = Tracer(studied.opened.model, studied.opened.params), selection.documents.names
+    numbers = tracked(range(len(names)), studied.label, len(names))
     traces = [tracer.read(selection.whole(document)) for document in numbers]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
@@ -207,11 +207,11 @@ def run(request: StudyRequest) -> Study:
     parts.append(Numbers("states", "The states by block", states, shown=False))
     shapes = [f"{name} (states by channels: {number} by {width})" for name, (number, width) in tracer.shapes.items()]
     return Study(
-        title=f"Gates and states of {subject.label}",
+        title=f"Gates and states of {studied.label}",
         lead=[f"States after every {window} tokens: {', '.join(shapes)}. Layers count from 0."],
         parts=parts,
         selection=selection,
-        details=[subject.details()],
+        details=[studied.details()],
         remarks="Whole blocks only; each document begins with the initial states.",
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from meliad_like.evaluation.report import with_progress
 from meliad_like.studies.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.studies.loss_sums import LossSums
 from meliad_like.studies.page import Chart, Numbers, Study
-from meliad_like.studies.readings import StudyRequest, Subject, choose, open_subject, read
+from meliad_like.studies.readings import StudiedModel, StudyRequest, choose, open_studied, read
 from meliad_like.tables import signed
 
 MAX_BINS = 64
@@ -70,23 +70,23 @@ def run(
 
     Raises a UserError if the model remembers nothing, or no document is longer than `every`.
     """
-    subject = open_subject(request.checkpoint, request.gin_param, request.step)
-    opened, window = subject.opened, subject.run.model.window_length
-    parts, every = _parts(subject, request.checkpoint, part), every or subject.run.data.segment_length
+    studied = open_studied(request.checkpoint, request.gin_param, request.step)
+    opened, window = studied.opened, studied.run.model.window_length
+    parts, every = _parts(studied, request.checkpoint, part), every or studied.run.data.segment_length
     if every % window:
         raise UserError(f"--every={every} must be a multiple of the window, {window} tokens")
-    selection = choose([subject], request)
+    selection = choose([studied], request)
     (longer,) = np.nonzero(selection.documents.lengths > every + 1)
     if not len(longer):
         raise UserError(f"--every={every}: none of the documents is longer, so nothing would be exchanged")
     selection = selection._replace(documents=selection.documents.subset(longer))
     if "shuffled" in kind and len(longer) < 2:
         raise UserError("--kind=shuffled needs two documents: choose more of them, or other kinds")
-    undisturbed = read(subject, selection)
+    undisturbed = read(studied, selection)
 
     def disturbed(kind: str) -> list[np.ndarray]:
         arguments = (opened.run, opened.model, opened.params, selection.documents, opened.mesh, kind, parts, every)
-        return with_progress(f"{subject.label}, {kind}", lambda report: losses_after(*arguments, report))
+        return with_progress(f"{studied.label}, {kind}", lambda report: losses_after(*arguments, report))
 
     losses = {"kept": undisturbed.losses, **{each: disturbed(each) for each in kind}}
     blocks = every // window
@@ -104,7 +104,7 @@ def run(
     x, y = "tokens since the intervention", "cost, bits per token"
     intervals = {each: fine[fine["kind"] == each].set_index("start")[["cost", "low", "high"]] for each in kinds}
     return Study(
-        title=f"{subject.label}: what is remembered, exchanged every {every:,} tokens",
+        title=f"{studied.label}: what is remembered, exchanged every {every:,} tokens",
         lead=[
             "What the model remembers is exchanged for memories of other documents or places, or for empty ones. How "
             "much higher the loss becomes tells how much of what is predicted came from it.",
@@ -163,9 +163,9 @@ def _contrast(total: pd.DataFrame) -> list[str]:
     ]
 
 
-def _parts(subject: Subject, checkpoint: str, requested: Sequence[str]) -> list[str]:
+def _parts(studied: StudiedModel, checkpoint: str, requested: Sequence[str]) -> list[str]:
     """The parts of the carry that are exchanged."""
-    model, name = subject.opened.model, f"the model of {checkpoint}"
+    model, name = studied.opened.model, f"the model of {checkpoint}"
     if reason := model.config.traits.needs_segments:
         raise UserError(
             f"memory_use reads block by block, and what {name} remembers depends on where segments end: change "

@@ -31,7 +31,7 @@ class StudyRequest(NamedTuple):
     """The number of random documents; None: all."""
 
 
-class Subject(NamedTuple):
+class StudiedModel(NamedTuple):
     """A model to be studied: a checkpoint, perhaps with some settings changed."""
 
     label: str
@@ -58,7 +58,7 @@ class Subject(NamedTuple):
         }
 
 
-def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> Subject:
+def open_studied(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> StudiedModel:
     """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed."""
     changes = read_changes((), gin_params)
     opened = open_checkpoint(folder, step=step, changes=changes, mesh="config")
@@ -66,21 +66,21 @@ def open_subject(folder: str, gin_params: Sequence[str] = (), step: int | None =
     name = path.parent.name if path.name == "checkpoints" else path.name
     changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
     label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
-    return Subject(label, folder, changed, opened)
+    return StudiedModel(label, folder, changed, opened)
 
 
-def open_compared(request: StudyRequest, other: Sequence[str], other_step: int | None) -> list[Subject]:
+def open_compared(request: StudyRequest, other: Sequence[str], other_step: int | None) -> list[StudiedModel]:
     """The checkpoint and the models to compare it with, all with different labels.
 
     The requested settings are those of the others; without others, of a second copy of the checkpoint.
     """
-    subjects = [open_subject(request.checkpoint, (), request.step)]
+    models = [open_studied(request.checkpoint, (), request.step)]
     if request.gin_param and not other:
-        subjects.append(open_subject(request.checkpoint, request.gin_param, request.step))
-    subjects += [open_subject(folder, request.gin_param, other_step) for folder in other]
-    if len({subject.label for subject in subjects}) == len(subjects):
-        return subjects
-    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in subjects]
+        models.append(open_studied(request.checkpoint, request.gin_param, request.step))
+    models += [open_studied(folder, request.gin_param, other_step) for folder in other]
+    if len({studied.label for studied in models}) == len(models):
+        return models
+    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in models]
 
 
 class Selection(NamedTuple):
@@ -104,14 +104,14 @@ class Selection(NamedTuple):
         return self.documents.tokens(index, 0, int(self.documents.lengths[index]))
 
 
-def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:
+def choose(models: Sequence[StudiedModel], request: StudyRequest) -> Selection:
     """The documents to read, of the requested store or of the one that the first model was trained with.
 
     Without names they are random, and the same ones each time.
     """
-    store = open_store(subjects[0].opened, subjects[0].folder, request.store, prepare=False)
-    for subject in subjects[1:]:
-        store.check_vocabulary(subject.opened.vocabulary.fingerprint, f"the checkpoint {subject.folder}")
+    store = open_store(models[0].opened, models[0].folder, request.store, prepare=False)
+    for studied in models[1:]:
+        store.check_vocabulary(studied.opened.vocabulary.fingerprint, f"the checkpoint {studied.folder}")
     split = store.split(request.split)
     for name in request.document:
         if name not in split.names:
@@ -130,7 +130,7 @@ def choose(subjects: Sequence[Subject], request: StudyRequest) -> Selection:
 class ModelLosses:
     """The losses of a model on the documents, token by token."""
 
-    subject: Subject
+    studied: StudiedModel
     losses: list[Float[np.ndarray, " targets"]]
     """Nats of the tokens of each document, without its first; 0 where a token costs none."""
     counted: list[Bool[np.ndarray, " targets"]]
@@ -138,7 +138,7 @@ class ModelLosses:
 
     @property
     def label(self) -> str:
-        return self.subject.label
+        return self.studied.label
 
     @property
     def num_targets(self) -> int:
@@ -154,24 +154,24 @@ class ModelLosses:
 
     def details(self) -> dict[str, Any]:
         """Facts for the page and for JSON."""
-        return self.subject.details() | {"bits per token": self.bits_per_token}
+        return self.studied.details() | {"bits per token": self.bits_per_token}
 
 
-def make_reader(subject: Subject, selection: Selection) -> Evaluator:
+def make_reader(studied: StudiedModel, selection: Selection) -> Evaluator:
     """An evaluator that reads each of the documents from the beginning of a segment."""
     return make_evaluator(
-        subject.run,
-        subject.opened.model,
+        studied.run,
+        studied.opened.model,
         selection.store,
         selection.split_name,
-        subject.opened.mesh,
+        studied.opened.mesh,
         documents=selection.documents,
         whole_segments=True,
     )
 
 
-def read(subject: Subject, selection: Selection) -> ModelLosses:
+def read(studied: StudiedModel, selection: Selection) -> ModelLosses:
     """The losses of a model on the documents, each read from the beginning of a segment."""
-    evaluate = make_reader(subject, selection)
-    losses = with_progress(subject.label, lambda report: evaluate.token_losses(subject.opened.params, report))
-    return ModelLosses(subject, losses, evaluate.counted_targets)
+    evaluate = make_reader(studied, selection)
+    losses = with_progress(studied.label, lambda report: evaluate.token_losses(studied.opened.params, report))
+    return ModelLosses(studied, losses, evaluate.counted_targets)
