@@ -36,20 +36,12 @@ from absl import app, flags, logging
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.run.setup import set_up
+from meliad_like.run.step_log import MEASURED
 from meliad_like.training.checkpoints import Checkpoints
 
 FILES = ("size/tiny.gin", "task/standard_library.gin")
 FAULTS = ("kill", "terminate", "power_cut", "bad_sector")
 CHECKPOINT_EVERY = 10
-TIMES = (
-    "tokens_per_second",
-    "seconds_per_step",
-    "model_flops_per_second",
-    "share_of_peak",
-    "data_wait_seconds",
-    "memory_bytes",
-)
-"""The figures of a row that no two runs share."""
 BAD_SECTOR = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -127,7 +119,7 @@ def rows(workdir: Path) -> list[dict[str, Any]]:
     """The complete rows of `metrics.jsonl`, without times."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in MEASURED} for line in lines]
 
 
 def train_to_the_end(folder: Path, workdir: Path, **environment: str) -> float:

@@ -385,6 +385,20 @@ def test_operations_are_those_that_xla_counts(name, alone):
     assert 0.95 < counted / (tokens.size * model.forward_flops_per_token) < 1.05
 
 
+def test_a_mistake_in_a_mixer_names_it(monkeypatch):
+    with pytest.raises(NotImplementedError, match="MixerConfig has no method flops"):
+        MixerConfig().flops(DecoderConfig().shape)
+    monkeypatch.setattr(SlidingWindow, "width", lambda self, shape: 3)
+    model = Model(DecoderConfig(**SIZES, window_length=W, norm_epsilon=1e-3), V)
+
+    def forward(params):
+        module = model.bind(params)
+        return module(tokens_of(1, 1), module.init_carry(1), starts(1, 1))
+
+    with pytest.raises(ValueError, match="the mixer sliding_window returns 16 channels, and its width is 3"):
+        jax.eval_shape(forward, model.abstract_params)
+
+
 @of_each_mixer
 def test_it_says_how_its_sizes_shrink(name):
     config = EXAMPLES[name].config

@@ -223,5 +223,5 @@ def test_sizes_that_do_not_fit_use_the_default():
     assert kernel_of_recurrence("interpreted", 8, 8, 6, 6, True) is RECURRENCES["interpreted"]
     mixer = KimiDeltaAttention()
     config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
-    assert config.recurrence_kernel == "auto" and not mixer.has_recurrence_kernel(config.shape)
-    assert mixer.has_recurrence_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape)
+    assert config.recurrence_kernel == "auto" and not mixer.has_kernel(config.shape, "recurrence")
+    assert mixer.has_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape, "recurrence")

@@ -36,8 +36,8 @@ def test_studies_and_tables_read_a_run_of_ancient_history_with_its_spans(place, 
     with_spans, without = evaluate(opened.run), evaluate(in_order)
     assert abs(with_spans - without).max() > 0.01
 
-    subject = readings.open_subject(str(place / "model"))
-    read = readings.read(subject, readings.Selection(store, "test", documents, 2))
+    studied = readings.open_studied(str(place / "model"))
+    read = readings.read(studied, readings.Selection(store, "test", documents, 2))
     np.testing.assert_allclose([losses.sum(dtype=np.float64) for losses in read.losses], with_spans, rtol=1e-6)
 
     by_document(opened, opened.mesh, store, "test", documents, tmp_path / "test.json")

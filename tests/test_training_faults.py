@@ -15,6 +15,7 @@ from tiny_run import command, parse, read_metrics, run_command, set_up, train
 
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
+from meliad_like.run.step_log import MEASURED
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.processes import Ownership
@@ -125,17 +126,9 @@ def test_a_run_without_checkpoints_in_between_saves_its_last_step(bindings, tmp_
 
 def test_a_stop_between_two_logs_changes_no_row(bindings, tmp_path, monkeypatch):
     """Nor does a run that stops at a step that is not finite and then skips it."""
-    timing = (
-        "tokens_per_second",
-        "seconds_per_step",
-        "model_flops_per_second",
-        "share_of_peak",
-        "data_wait_seconds",
-        "memory_bytes",
-    )
 
     def rows(workdir):
-        return [{name: row[name] for name in row if name not in timing} for row in read_metrics(workdir)]
+        return [{name: row[name] for name in row if name not in MEASURED} for row in read_metrics(workdir)]
 
     changes = ("TrainingConfig.log_every = 5", "TrainingConfig.num_steps = 6", "TrainingConfig.checkpoint_every = 0")
     assert train(parse(bindings, *changes), tmp_path / "a") == 0

@@ -12,7 +12,7 @@ and has nothing that its mixers don't bring (`models/decoder.py`).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from meliad_like.registry import Registry
 
 MIXERS = Registry("mixer")
 
+KernelKind = Literal["attention", "recurrence"]
 Carry = Any
 """The carry of a mixer: a pytree of arrays with the lane axis first."""
 
@@ -182,12 +183,8 @@ class MixerConfig:
     lanes first, from its carry in either form, before each block; `start` are the lanes in which a document begins with
     the block. The layers up to the last one with that mixer read a block before the next block."""
 
-    def has_own_kernel(self, shape: DecoderShape) -> bool:
-        """Whether the mixer uses another kernel than the window's, which a program checks with the mixer's module."""
-        return False
-
-    def has_recurrence_kernel(self, shape: DecoderShape) -> bool:
-        """Whether a kernel computes the mixer's recurrence, which a program checks with the mixer's module."""
+    def has_kernel(self, shape: DecoderShape, kind: KernelKind) -> bool:
+        """Whether the mixer uses a kernel of this kind, other than the window's; programs check it with its module."""
         return False
 
     def check(self, shape: DecoderShape) -> None:
@@ -203,7 +200,7 @@ class MixerConfig:
 
     def flops(self, shape: DecoderShape) -> Flops:
         """The operations of one token in one layer, without the layer's output projection."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method flops")
 
     def traits(self, shape: DecoderShape) -> Traits:
         return Traits()

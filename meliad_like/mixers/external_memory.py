@@ -152,8 +152,8 @@ class ExternalMemory(MixerConfig):
         """The kernels of the search and of the attention to its results."""
         return kernel_of_memory(shape.attention_kernel, self.search, self.num_neighbors, shape.head_size)
 
-    def has_own_kernel(self, shape):
-        return self.kernel(shape) is not None
+    def has_kernel(self, shape, kind):
+        return kind == "attention" and self.kernel(shape) is not None
 
     def flops(self, shape):
         """The operations of the window, the search and the attention, whose memories have no gradient."""

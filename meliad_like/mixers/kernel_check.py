@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from meliad_like.kernels.registry import RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
-from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer
+from meliad_like.mixers.base import MIXERS, DecoderShape, KernelKind, LayerContext, Mixer
 from meliad_like.mixers.sliding_window import WindowAttention
 
 BLOCKS_READ = ((1000, 1001, 0), (0, 1, 2))
@@ -53,7 +53,7 @@ def recurrence_kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | 
     """`kernel_that_works` for the recurrences of matrices."""
     kernel = kernel or (platform() if platform() in RECURRENCES else "none")
     with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
-    if not any(mixer.has_recurrence_kernel(with_kernel) for mixers in shape.layers for mixer in mixers):
+    if not any(mixer.has_kernel(with_kernel, "recurrence") for mixers in shape.layers for mixer in mixers):
         return "none"
     return _checked(shape, dtype, "recurrence", kernel, _planned_for())
 
@@ -65,7 +65,7 @@ def _planned_for() -> str | None:
 
 
 @functools.cache
-def _checked(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned_for: str | None) -> str:
+def _checked(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, planned_for: str | None) -> str:
     """Checks a kernel of the kind `attention` or `recurrence` once; `planned_for`: the kind of devices not here."""
     problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
     if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
@@ -76,7 +76,7 @@ def _checked(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned_fo
     return kernel if problem is None else "none"
 
 
-def _problem(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned: bool) -> str | None:
+def _problem(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, planned: bool) -> str | None:
     """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
 
     def with_kernel(name: str) -> DecoderShape:
@@ -106,12 +106,12 @@ def _problem(shape: DecoderShape, dtype: str, kind: str, kernel: str, planned: b
     return None
 
 
-def _modules(shape: DecoderShape, kind: str) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
+def _modules(shape: DecoderShape, kind: KernelKind) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
     """The modules that are checked: names and constructors of those that use the kernels, with or without dropout."""
     for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" else ():
         yield "the window", WindowAttention, with_dropout
     for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:
-        if mixer.has_own_kernel(shape) if kind == "attention" else mixer.has_recurrence_kernel(shape):
+        if mixer.has_kernel(shape, kind):
             yield MIXERS.name_of(mixer), mixer.build, False
 
 

@@ -172,8 +172,8 @@ class MatrixConfig(MixerConfig):
             shape.recurrence_kernel, *tokens, sizes.key_size, sizes.value_size, sizes.by_channel
         )
 
-    def has_recurrence_kernel(self, shape):
-        return self.kernel(shape) is not None
+    def has_kernel(self, shape, kind):
+        return kind == "recurrence" and self.kernel(shape) is not None
 
     def width(self, shape):
         return self.sizes(shape).heads * self.sizes(shape).value_size

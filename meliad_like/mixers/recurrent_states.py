@@ -376,8 +376,9 @@ class RecurrentStates(MixerConfig):
     def traits(self, shape):
         return window_traits(shape)._replace(states=("states",))
 
-    def has_own_kernel(self, shape):
-        return kernel_of_states(shape.attention_kernel, self.num_states, shape.head_size) is not None
+    def has_kernel(self, shape, kind):
+        sizes = self.num_states, shape.head_size
+        return kind == "attention" and kernel_of_states(shape.attention_kernel, *sizes) is not None
 
 
 class FeedbackReader(Mixer):

@@ -299,12 +299,12 @@ class DecoderLayer(Layer):
         self.clearing = tuple(name for name, config in mixers.items() if clear_states and config.traits(shape).states)
         """The mixers that begin every segment with an empty memory."""
         self.acts_at_blocks = any(mixer.acts_at_blocks for mixer in self.mixers.values())
+        self.widths = tuple(config.width(shape) for config in mixers.values())
         if mixers:
-            width = sum(config.width(shape) for config in mixers.values())
             bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
             self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
             self.second_norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs) if norms == "around" else None
-            self.output = Linear(width, d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
+            self.output = Linear(sum(self.widths), d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
         network = shape.feedforwards[index]
         self.feedforward = ResidualFeedForward(network, shape, norms=norms, rngs=rngs) if network else None
 
@@ -350,9 +350,11 @@ class DecoderLayer(Layer):
         if self.names:
             inputs = x if self.norms == "after" else self._normed(x, keys[0])
             results, carry = [], dict(carry)
-            for name, key in zip(self.names, keys[2:], strict=True):
+            for name, width, key in zip(self.names, self.widths, keys[2:], strict=True):
                 with jax.named_scope(name):
                     result, carry[name] = read(self.mixers[name], inputs, carry[name], key)
+                if result.shape[-1] != width:
+                    raise ValueError(f"the mixer {name} returns {result.shape[-1]} channels, and its width is {width}")
                 results.append(result)
             mixed = self.output(jnp.concatenate(results, axis=-1))
             mixed = self._normed(mixed, keys[0]) if self.norms == "after" else mixed

@@ -23,6 +23,16 @@ FEW_LANES = 16
 MANY_STEPS = 100
 """With fewer lanes than these, which stay in their documents for this many steps, training follows single documents."""
 
+MEASURED = (
+    "tokens_per_second",
+    "seconds_per_step",
+    "model_flops_per_second",
+    "share_of_peak",
+    "data_wait_seconds",
+    "memory_bytes",
+)
+"""The figures of a row that are measured, so that no two runs share them."""
+
 
 class LogFacts(NamedTuple):
     """The facts for the log of a stage that are known before its first step."""
