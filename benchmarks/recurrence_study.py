@@ -24,9 +24,9 @@ import pandas as pd
 from absl import app, flags
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.pictures import read_metrics
 from meliad_like.experiments.report import RESULT_NAME
 from meliad_like.resumable import write_json
+from meliad_like.studies.pictures import read_metrics
 from meliad_like.tables import Table, with_error
 
 ROWS = ("slide_13l", "fixed_skip")

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from meliad_like import config
 from meliad_like.data.split import Documents
-from meliad_like.evaluation import protocols
 from meliad_like.mesh import MeshConfig, make_mesh, replicated
 from meliad_like.models.model import Model
+from meliad_like.studies import protocols
 from meliad_like.tables import Table
 
 LAYERS = flags.DEFINE_integer("layers", 16, "Layers of both models.")

@@ -108,8 +108,9 @@ def _compare_protocols(opened: "OpenedCheckpoint", split: "Documents") -> None:
 
     from rich.console import Console
 
-    from meliad_like.evaluation import protocols, report
+    from meliad_like.evaluation import report
     from meliad_like.resumable import write_json
+    from meliad_like.studies import protocols
 
     (run, model, params, vocabulary, _), scores = opened, []
     if CONCATENATED.value:
@@ -120,7 +121,7 @@ def _compare_protocols(opened: "OpenedCheckpoint", split: "Documents") -> None:
         settings = {"mesh": opened.mesh, "stride": stride, "num_windows": WINDOWS.value, **sizes}
         evaluate = functools.partial(protocols.evaluate, model, params, split, name, **settings)
         scores.append(report.with_progress(name, lambda progress, evaluate=evaluate: evaluate(on_progress=progress)))
-    Console().print(report.protocols(scores).to_rich())
+    Console().print(protocols.table(scores).to_rich())
     if OUTPUT.value:
         write_json(OUTPUT.value, [dataclasses.asdict(score) for score in scores])
 

@@ -18,8 +18,8 @@ OUTPUT = COMMAND.output("output", "The picture. Default: METRIC.png in the first
 
 
 def main() -> None:
-    from meliad_like.evaluation import pictures
     from meliad_like.remote import is_remote
+    from meliad_like.studies import pictures
 
     curves, first = pictures.read_runs(WORKDIR.value, METRIC.value, BY.value), WORKDIR.value[0]
     levels = pictures.read_levels(EVALUATION.value) if EVALUATION.value else {}

@@ -9,9 +9,9 @@ import pytest
 import ways
 from pretrained_models import FOLDER, read, read_published, tensors
 
-from meliad_like.evaluation.protocols import sliding_windows
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
+from meliad_like.studies.protocols import sliding_windows
 
 
 @functools.cache

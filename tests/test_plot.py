@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation import pictures
 from meliad_like.remote import check_output
+from meliad_like.studies import pictures
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from meliad_like.data.split import Documents
 from meliad_like.data.token_store import UNSCORED_NAME, TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
-from meliad_like.evaluation import protocols
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.studies import protocols
 
 SEGMENT = C * W
 # Without a prompt; shorter than a block; longer than a segment, and a multiple of one; ends where a block does.

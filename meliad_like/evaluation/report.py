@@ -5,7 +5,7 @@ import functools
 import gzip
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
-from meliad_like.evaluation.protocols import ProtocolScore
 from meliad_like.evaluation.scores import Evaluation
 from meliad_like.resumable import write_json
 from meliad_like.tables import Table
@@ -49,14 +48,14 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 def table(evaluation: Evaluation) -> Table:
     """A table of all figures of one evaluation, one per row."""
-    rows = [(name.removeprefix("num_").replace("_", " "), _text(getattr(evaluation, name))) for name in FIGURES]
+    rows = [(name.removeprefix("num_").replace("_", " "), figure_text(getattr(evaluation, name))) for name in FIGURES]
     return Table(title(evaluation), ("", label(evaluation.split, evaluation.leaks_the_future)), rows)
 
 
 def positions(evaluation: Evaluation) -> Table:
     """A table of bits per token by position in the document, which shows the value of long context."""
     rows = [
-        (f"{score.start:,} to {score.stop - 1:,}", _text(score.num_tokens), _text(score.bits_per_token))
+        (f"{score.start:,} to {score.stop - 1:,}", figure_text(score.num_tokens), figure_text(score.bits_per_token))
         for score in evaluation.positions
     ]
     return Table("by position in the document", ("position", "tokens", "bits per token"), rows)
@@ -70,10 +69,10 @@ def comparison(evaluations: Mapping[str, Evaluation], compressors: Mapping[str, 
             raise UserError(f"{name} ({title(other)}) and {first_name} ({title(first)}) are not of the same documents")
     figures = ("bits_per_byte", "bits_per_token", "word_perplexity", "accuracy")
     rows = [
-        (label(name, result.leaks_the_future), *(_text(getattr(result, figure)) for figure in figures))
+        (label(name, result.leaks_the_future), *(figure_text(getattr(result, figure)) for figure in figures))
         for name, result in evaluations.items()
     ]
-    rows += [(name, _text(bits_per_byte), "", "", "") for name, bits_per_byte in (compressors or {}).items()]
+    rows += [(name, figure_text(bits_per_byte), "", "", "") for name, bits_per_byte in (compressors or {}).items()]
     return Table(title(first), ("", *(figure.replace("_", " ") for figure in figures)), rows)
 
 
@@ -95,24 +94,6 @@ def compressed_bits_per_byte(split: Documents, documents: Iterable[int], vocabul
         totals = np.sum(list(pool.map(sizes, indices)), axis=0)
     num_bytes = int(np.asarray(split.num_bytes)[indices].sum())
     return {name: 8 * int(total) / num_bytes for name, total in zip(COMPRESSORS, totals, strict=True)}
-
-
-def protocols(scores: Sequence[ProtocolScore]) -> Table:
-    """A table of protocols on the same tokens, one per row."""
-    rows = [
-        (
-            score.protocol,
-            _text(score.num_tokens),
-            _text(score.bits_per_token),
-            _text(score.perplexity),
-            f"{score.min_visible:,} / {score.mean_visible:,.1f} / {score.max_visible:,}",
-            f"{score.flops / score.num_tokens:.3g}",
-            _text(score.tokens_per_second),
-        )
-        for score in scores
-    ]
-    header = ("", "tokens", "bits per token", "perplexity", "visible", "FLOPs per token", "tokens per second")
-    return Table("by protocol; visible: the fewest, mean and most tokens that a layer attends to", header, rows)
 
 
 def title(evaluation: Evaluation) -> str:
@@ -147,7 +128,8 @@ def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:
     write_json(path, details | {"figures": finite} | dataclasses.asdict(evaluation))
 
 
-def _text(value: float) -> str:
+def figure_text(value: float) -> str:
+    """A figure of an evaluation for a table; `-` for NaN."""
     if isinstance(value, int):
         return f"{value:,}"
     if math.isnan(value):

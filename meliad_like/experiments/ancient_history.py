@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from meliad_like.config import bound_by, read_changes, with_changes
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
-from meliad_like.evaluation.pictures import COLOURS, save
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.history import commands
@@ -29,6 +28,7 @@ from meliad_like.history.settings import HistorySettings
 from meliad_like.remote import write_whole
 from meliad_like.resumable import read_json
 from meliad_like.run.opening import open_checkpoint, open_store, saved_config
+from meliad_like.studies.pictures import COLOURS, save
 from meliad_like.tables import Table as TextTable
 
 SELECTOR_FIGURES = {

@@ -13,11 +13,12 @@ from meliad_like.config import RunConfig
 from meliad_like.config.run import stages_of
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
-from meliad_like.evaluation import protocols, report
+from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in, sizes_of
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.studies import protocols
 
 STRIDES_IN_WINDOW = 6
 """Sliding windows have a stride of a sixth; in the paper 512 of 3,072 tokens (section 4.2)."""

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 
 from meliad_like.config import RunConfig
 from meliad_like.errors import UserError
-from meliad_like.evaluation.pictures import draw_map, save
 from meliad_like.experiments.report import Results, scores_file
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.remote import write_whole
 from meliad_like.studies.map_tables import accuracies, by_distance, by_model, summary, summary_table, tables
 from meliad_like.studies.memory_source import MemoryTasksSource
+from meliad_like.studies.pictures import draw_map, save
 
 PANELS_IN_ROW = 3
 

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from meliad_like.evaluation.pictures import COLOURS, save
 from meliad_like.experiments.report import Results
 from meliad_like.experiments.tables import Panel
+from meliad_like.studies.pictures import COLOURS, save
 
 
 def draw(results: Results, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.evaluation.pictures import draw_map, save
+from meliad_like.studies.pictures import draw_map, save
 from meliad_like.tables import Table
 
 NEEDLE = r"special magic \S+ for [^\n]+? is: "

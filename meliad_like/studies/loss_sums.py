@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from meliad_like.evaluation.bootstrap import intervals
+from meliad_like.studies.bootstrap import intervals
 
 RESAMPLES = 500
 FEWEST_DOCUMENTS = 5  # below which no interval is shown

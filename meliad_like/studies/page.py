@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from meliad_like.evaluation.pictures import COLOURS, save
 from meliad_like.remote import write_whole
 from meliad_like.resumable import write_json
+from meliad_like.studies.pictures import COLOURS, save
 from meliad_like.studies.readings import Selection
 from meliad_like.tables import Table
 

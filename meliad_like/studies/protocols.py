@@ -17,9 +17,11 @@ from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import SEGMENTS, TOKEN_BY_TOKEN, Evaluator
+from meliad_like.evaluation.report import figure_text
 from meliad_like.evaluation.scores import Score
 from meliad_like.mesh import lane_shards
 from meliad_like.models.model import Model
+from meliad_like.tables import Table
 
 ProtocolName = Literal["segments", "sliding", "token_by_token"]
 
@@ -152,6 +154,24 @@ def evaluate(
         flops=num_read * model.flops_per_prediction["as_counted"],
         seconds=evaluation.seconds,
     )
+
+
+def table(scores: Sequence[ProtocolScore]) -> Table:
+    """A table of protocols on the same tokens, one per row."""
+    rows = [
+        (
+            score.protocol,
+            figure_text(score.num_tokens),
+            figure_text(score.bits_per_token),
+            figure_text(score.perplexity),
+            f"{score.min_visible:,} / {score.mean_visible:,.1f} / {score.max_visible:,}",
+            f"{score.flops / score.num_tokens:.3g}",
+            figure_text(score.tokens_per_second),
+        )
+        for score in scores
+    ]
+    header = ("", "tokens", "bits per token", "perplexity", "visible", "FLOPs per token", "tokens per second")
+    return Table("by protocol; visible: the fewest, mean and most tokens that a layer attends to", header, rows)
 
 
 def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> None:
