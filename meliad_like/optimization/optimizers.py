@@ -29,6 +29,9 @@ from meliad_like.validation import check_above_zero, check_not_negative, check_s
 OPTIMIZERS = Registry("optimizer")
 DECAYED: frozenset[Kind] = frozenset({"matrix", "table", "filter"})
 """The kinds of parameters with weight decay."""
+SHARES = ("average_decay", "momentum", "first_decay", "second_decay")
+"""Fields of optimizers that are at least 0 and below 1."""
+NOT_NEGATIVE = ("weight_decay", "decay", "epsilon")
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_above_zero(self, ("base_rate", "clip_norm"))
-        check_not_negative(self, ("weight_decay",))
-        check_shares(self, ("average_decay",))
+        check_not_negative(self, [name for name in NOT_NEGATIVE if hasattr(self, name)])
+        check_shares(self, [name for name in SHARES if hasattr(self, name)])
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         """The optimizer at this learning rate, without clipping; `kinds` as in `make_optimizer`."""
@@ -76,11 +79,6 @@ class Adafactor(OptimizerConfig):
     """The exponent of the second moment's decay, which is 1 - t ** -decay after t updates."""
     factored_size: int = 128
     """A parameter's second moment is stored as two vectors if its two largest dimensions have at least this size."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, ("momentum",))
-        check_not_negative(self, ("decay",))
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         # As optax.adafactor, whose states this chain has as well, except for the scale of the parameters.
@@ -109,11 +107,6 @@ class Adam(OptimizerConfig):
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """The epsilon, which is added to the root of the second moment, by which a step is divided."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, ("first_decay", "second_decay"))
-        check_not_negative(self, ("epsilon",))
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         return optax.adamw(
@@ -165,10 +158,6 @@ class Lion(OptimizerConfig):
     second_decay: float = 0.99
     """Decay of the momentum."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, ("first_decay", "second_decay"))
-
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         return optax.lion(
             rate,
@@ -186,10 +175,6 @@ class Muon(AdamW):
 
     momentum: float = 0.95
     """Decay of the sum of gradients that is made orthogonal."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, ("momentum",))
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         muon = optax.chain(
@@ -249,10 +234,6 @@ class Nesterov(OptimizerConfig):
 
     momentum: float = 0.9
     """Decay of the velocity."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, ("momentum",))
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
         """The update m v_t - r_t g, the step from the point that the velocity leads to, with gradient g, momentum m,
