@@ -17,7 +17,7 @@ import shutil
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,10 @@ class StoreInfo:
     splits: dict[str, Totals]
     skipped: list[str]
     """The reasons why documents, or files of documents, were left out."""
-    changed: int | None = None
-    """The number of documents of which decoding does not give the text; None: an older store doesn't know."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """The settings of the source and of the vocabulary, which messages compare; older stores have none."""
+    changed: int
+    """The number of documents of which decoding does not give the text."""
+    settings: dict[str, Any]
+    """The settings of the source and of the vocabulary, which messages compare."""
 
 
 def files_fingerprint(source: Source) -> str:
@@ -246,8 +246,7 @@ class TokenStore:
         """Raises a UserError if the store was made with other settings, or from other documents."""
         for name, config in ("source", source), ("vocabulary", vocabulary):
             if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
-                saved, current = self.info.settings.get(name), {name: config.settings}
-                differing = describe_differences({name: saved}, current) if saved else "this store does not say which"
+                differing = describe_differences({name: self.info.settings[name]}, {name: config.settings})
                 raise StoreError(
                     str(self.folder),
                     f"the token store {self.folder} was made by other {name} settings than this run's: "

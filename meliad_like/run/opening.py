@@ -137,11 +137,9 @@ def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
     """The config of a training that starts with the model in a folder (`open_model`): base.gin's config with its model,
     vocabulary and segments, and the changes."""
     folder = _from_hub(folder)
-    if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
-        for other in FOREIGN_FORMATS.values():
-            if other.recognises(any_path(folder)):
-                with local_files(folder) as place:
-                    return _of_folder(other.config(place, changes), place, folder)
+    if (other := _foreign_format(folder)) is not None:
+        with local_files(folder) as place:
+            return _of_folder(other.config(place, changes), place, folder)
     saved, base = saved_config(folder), parse()
     sizes = {name: getattr(saved.data, name) for name in ("segment_length", "tokens_per_step")}
     data = dataclasses.replace(base.data, **sizes)
@@ -172,22 +170,19 @@ def open_model(
     """Opens a checkpoint folder, or a folder in the format of another program, perhaps on hf://, as `open_checkpoint`
     does."""
     named, folder = folder, _from_hub(folder)
-    if not (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
-        for other in FOREIGN_FORMATS.values():
-            if other.recognises(any_path(folder)):
-                if step is not None:
-                    raise UserError(f"step={step}: {folder} is not a training, and has only one state")
-                with local_files(folder) as place:
-                    opened = other.open(place, changes, dtype)
-                opened = opened._replace(run=_of_folder(opened.run, place, folder))
-                model = opened.model
-                if (config := model.config.on_this_platform()) != model.config:
-                    opened = opened._replace(model=Model(config, opened.vocabulary.size))
-                if mesh is None:
-                    return opened
-                mesh = opened.mesh if mesh == "config" else mesh
-                shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
-                return opened._replace(params=jax.device_put(opened.params, shardings))
+    if (other := _foreign_format(folder)) is not None:
+        if step is not None:
+            raise UserError(f"step={step}: {folder} is not a training, and has only one state")
+        with local_files(folder) as place:
+            opened = other.open(place, changes, dtype)
+        opened, model = opened._replace(run=_of_folder(opened.run, place, folder)), opened.model
+        if (config := model.config.on_this_platform()) != model.config:
+            opened = opened._replace(model=Model(config, opened.vocabulary.size))
+        if mesh is None:
+            return opened
+        mesh = opened.mesh if mesh == "config" else mesh
+        shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
+        return opened._replace(params=jax.device_put(opened.params, shardings))
     if folder is not named:
         formats = "; ".join(f"{name}: {other.files[0]}" for name, other in FOREIGN_FORMATS.items())
         raise UserError(f"{named} has no model in a format that can be read ({formats})")
@@ -196,6 +191,13 @@ def open_model(
             f"there is no folder {folder}: a model of huggingface.co is hf://{folder}, or hf://{folder}@REVISION"
         )
     return open_checkpoint(folder, step=step, changes=changes, mesh=mesh, dtype=dtype)
+
+
+def _foreign_format(folder: epath.PathLike) -> Any | None:
+    """The format of another program that a folder is in; None: it is a checkpoint folder, or none of them."""
+    if (checkpoints_folder(folder) / VOCABULARY_FOLDER).exists():
+        return None
+    return next((each for each in FOREIGN_FORMATS.values() if each.recognises(any_path(folder))), None)
 
 
 def _from_hub(folder: epath.PathLike) -> epath.PathLike:

@@ -342,15 +342,14 @@ def find_damage(folder: epath.Path) -> str | None:
             if _digest(folder / name) != digest:
                 return f"the content of {name} has changed"
         name = METADATA
-        # Checkpoints of before have no step.
-        step = read_json(folder / METADATA).get("step", folder.name)
+        step = read_json(folder / METADATA)["step"]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return f"{name} is missing"
     except OSError as error:
         if is_remote(folder):
             raise
         return f"{name} can't be read: {error.strerror}"
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, KeyError):
         return f"{MANIFEST} is damaged"
     return None if str(step) == folder.name else f"it is the checkpoint of step {step}"
 
