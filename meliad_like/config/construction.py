@@ -48,20 +48,17 @@ class _Choice(NamedTuple):
         names = repr(self.names[0]) if len(self.names) == 1 else self.names
         return f"{self.key} is {names} ({self.binding.origin if self.binding else 'the default'})"
 
+    def others_with(self, owner: str) -> dict[str, type]:
+        """The class by whose name `owner` fields are bound, of each of the kinds that the field does not have."""
+        others = {name: _owners_inside(kind) for name, kind in self.registry.items() if name not in self.names}
+        return {name: owners[owner] for name, owners in others.items() if owner in owners}
+
     def replaces(self, kinds: Iterable[str]) -> bool:
         """Whether a parameter names these kinds instead of some that a file names, or a program names them."""
         binding = self.binding
         return binding is not None and (
             binding.rank == Rank.PROGRAM or not set(kinds).isdisjoint(names_in(binding.replaced))
         )
-
-
-class _Unbuilt(NamedTuple):
-    """A class of which no config was made: the choice of other kinds, the kinds that have it, and its fields."""
-
-    choice: _Choice
-    kinds: list[str]
-    fields: set[str]
 
 
 class _Builder:
@@ -124,34 +121,22 @@ class _Builder:
     def check_all_read(self) -> None:
         """Raises a UserError if nothing reads a binding of a file or parameter, unless a parameter or program has
         replaced the kind whose field a file binds."""
-        unread = {key: binding for key, binding in self._bindings.items() if key not in self._read}
-        unbuilt = self._unbuilt() if unread else {}
-        for key, binding in unread.items():
-            if binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
+        for key, binding in self._bindings.items():
+            if key in self._read or binding.rank in (Rank.PROGRAM, Rank.DEFAULT):
                 continue
             owner, _, parameter = key.rpartition(".")
-            found = unbuilt.get(owner)
-            if owner in self._built and (found is None or parameter not in found.fields):
+            # The choice of a part counts before the choice of the whole.
+            others = ((choice, choice.others_with(owner)) for choice in reversed(self._choices))
+            choice, kinds = next((other for other in others if other[1]), (None, {}))
+            if owner in self._built and not any(parameter in kind.__dataclass_fields__ for kind in kinds.values()):
                 hint = nearest(parameter, self._built[owner].__dataclass_fields__)
                 raise UserError(f"{binding.origin}: {owner} has no parameter {parameter}{hint}")
-            if found is None:
-                raise UserError(f"{binding.origin}: unknown class {owner}{nearest(owner, self._built | unbuilt)}")
-            if binding.rank == Rank.PARAMETER or not found.choice.replaces(found.kinds):
-                raise UserError(f"{binding.origin}: nothing reads {key}: {found.choice}, not {found.kinds[0]!r}")
-
-    def _unbuilt(self) -> dict[str, _Unbuilt]:
-        """The classes of which no config was made, by the names by which their fields are bound."""
-        unbuilt: dict[str, _Unbuilt] = {}
-        for choice in self._choices:
-            of_choice: dict[str, _Unbuilt] = {}
-            for name in choice.registry:
-                for owner, base in _owners_inside(choice.registry[name]).items() if name not in choice.names else ():
-                    found = of_choice.setdefault(owner, _Unbuilt(choice, [], set()))
-                    found.kinds.append(name)
-                    found.fields.update(base.__dataclass_fields__)
-            # The choice of a part counts before the choice of the whole.
-            unbuilt |= of_choice
-        return unbuilt
+            if choice is None:
+                classes = (kind for choice in self._choices for kind in choice.registry.values())
+                known = dict.fromkeys(name for kind in classes for name in _owners_inside(kind))
+                raise UserError(f"{binding.origin}: unknown class {owner}{nearest(owner, [*self._built, *known])}")
+            if binding.rank == Rank.PARAMETER or not choice.replaces(kinds):
+                raise UserError(f"{binding.origin}: nothing reads {key}: {choice}, not {next(iter(kinds))!r}")
 
 
 def _names_bound(field: dataclasses.Field, key: str, binding: Binding) -> list[str]:
