@@ -5,9 +5,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 MOST_BYTES = 2 << 30
 """The size to which the folder of compiled programs is cut at the start of a program. JAX's own limit is not used: it
@@ -44,24 +42,6 @@ def keep_compiled_programs() -> None:
             if config.jax_persistent_cache_min_compile_time_secs == 1:  # JAX's default
                 config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
         _remove_oldest(folder)
-
-
-@contextlib.contextmanager
-def without_compiled_programs() -> Iterator[None]:
-    """Compiles everything anew inside the `with` statement, and keeps none of it."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    config: Any = jax.config
-    before = config.jax_enable_compilation_cache
-    try:
-        config.update("jax_enable_compilation_cache", False)
-        # JAX asks for the setting once.
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def _processor() -> str:

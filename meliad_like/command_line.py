@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import json
 import os
 import re
 import shlex
@@ -134,10 +133,6 @@ class Command:
         self._outputs[name] = kind
         return self.string(name, None, text, **settings)
 
-    def json(self, name: str, text: str) -> flags.FlagHolder[dict[str, Any]]:
-        """A flag whose value is a JSON object, by default an empty one."""
-        return flags.DEFINE(_JsonObject(), name, {}, text, self.flags, _JsonSerializer())
-
     def read_config(self) -> "RunConfig":
         """The run described by `--gin_file` and `--gin_param`."""
         # Imported here, because the configs import jax, which takes seconds; mistyped flags are reported earlier.
@@ -240,28 +235,6 @@ class Command:
         if self.flags["verbosity"].using_default_value:
             flags.FLAGS.verbosity = logging.WARNING
         return words
-
-
-class _JsonObject(flags.ArgumentParser[dict[str, Any]]):
-    """A JSON object."""
-
-    syntactic_help = "a JSON object"
-
-    def parse(self, argument: str | dict[str, Any]) -> dict[str, Any]:
-        if isinstance(argument, dict):
-            return argument
-        try:
-            value = json.loads(argument)
-        except ValueError as error:
-            raise ValueError(f"must be a JSON object: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError('must be a JSON object, such as {"name": [1, 2]}')
-        return value
-
-
-class _JsonSerializer(flags.ArgumentSerializer[dict[str, Any]]):
-    def serialize(self, value: dict[str, Any]) -> str:
-        return json.dumps(value)
 
 
 def keep_freed_memory() -> None:

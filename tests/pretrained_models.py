@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from meliad_like.config import read_changes
+from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described, open_published, write_published
 from meliad_like.conversion.published.windows import config_json
 from meliad_like.data.token_ids_vocabulary import TokenIdsVocabulary
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, export_tokenizer
+from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
 from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig

@@ -284,7 +284,7 @@ def test_mistakes_are_named(tmp_path):
 @pytest.mark.parametrize("value", ["[4096]", "4096", "{max_seq_lengths: 4096}"])
 def test_metadata_must_be_an_object(value):
     done = forked.run("-m", "meliad_like.harness", "--checkpoint=a", "--tasks=b", f"--metadata={value}")
-    assert done.returncode == 2 and f"error: flag --metadata={value}: must be a JSON object" in done.stderr
+    assert done.returncode == 2 and f"error: --metadata={value} is not " in done.stderr
 
 
 def test_a_missing_harness_is_named(monkeypatch):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.data import tokenizers_vocabulary
 from meliad_like.data.tokenizers_vocabulary import (
     TOKENIZER_NAME,
     TokenizersVocabulary,
     TokenizersVocabularyConfig,
     _byte_characters,
-    export_tokenizer,
     read_tokenizer,
 )
 from meliad_like.data.vocabulary import PROBE, load_vocabulary

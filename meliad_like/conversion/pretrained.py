@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meliad_like.config import Changes, RunConfig, bound_values, read_changes, to_gin, with_changes
 from meliad_like.config.saved import GIN_NAME
@@ -14,8 +14,13 @@ from meliad_like.conversion import own_decoders
 from meliad_like.conversion.published.folder import config_of_published, open_published, write_published
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
 from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, export_tokenizer
-from meliad_like.data.vocabulary import FileVocabularyConfig, Vocabulary
+from meliad_like.data.tokenizers_vocabulary import (
+    BYTE_CHARACTERS,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    TokenizersVocabulary,
+)
+from meliad_like.data.vocabulary import DEFAULT_END, ByteVocabulary, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
@@ -135,6 +140,20 @@ def _write_tokenizer_json(vocabulary: Vocabulary, folder: Path) -> bool:
     write_whole(folder / TOKENIZER_NAME, text)
     _write_tokenizer_config({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token}, folder)
     return True
+
+
+def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
+    """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends
+    documents. None if that library can't express it."""
+    if isinstance(vocabulary, TokenizersVocabulary):
+        return vocabulary.tokenizer_json(), vocabulary.end_token
+    if isinstance(vocabulary, ByteVocabulary):
+        tokenizer = Tokenizer(models.BPE(BYTE_CHARACTERS, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        tokenizer.add_special_tokens([AddedToken(DEFAULT_END, special=True)])
+        return tokenizer.to_str(), DEFAULT_END
+    return None
 
 
 def _write_tokenizer_config(settings: dict[str, Any], folder: Path) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from meliad_like.data.vocabulary import (
     DEFAULT_END,
     PIECE,
     UNKNOWN,
     VOCABULARIES,
-    ByteVocabulary,
     FileVocabularyConfig,
     Vocabulary,
     read_text,
@@ -219,20 +218,6 @@ def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
         end = end["content"] if isinstance(end, dict) else end
     tokenizer = read_text(path, "tokenizer")
     return tokenizer, end if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is None else DEFAULT_END
-
-
-def export_tokenizer(vocabulary: Vocabulary) -> tuple[str, str] | None:
-    """The same encoding for Hugging Face's `tokenizers`: the contents of a tokenizer.json, and the token that ends
-    documents. None if that library can't express it."""
-    if isinstance(vocabulary, TokenizersVocabulary):
-        return vocabulary.tokenizer_json(), vocabulary.end_token
-    if isinstance(vocabulary, ByteVocabulary):
-        tokenizer = Tokenizer(models.BPE(BYTE_CHARACTERS, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-        tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-        tokenizer.add_special_tokens([AddedToken(DEFAULT_END, special=True)])
-        return tokenizer.to_str(), DEFAULT_END
-    return None
 
 
 def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:

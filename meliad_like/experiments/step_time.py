@@ -3,17 +3,18 @@
 Only ratios within a round are compared: a shared machine may be twice as fast a minute later.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from meliad_like.caches import without_compiled_programs
 from meliad_like.config import RunConfig
 from meliad_like.config.run import stages_of
 from meliad_like.data.batch import Batch
@@ -55,6 +56,21 @@ class TimedStep:
         analysis = self.step.memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
+
+
+@contextlib.contextmanager
+def without_compiled_programs() -> Iterator[None]:
+    """Compiles everything anew inside the `with` statement, and keeps none of it."""
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    try:
+        config.update("jax_enable_compilation_cache", False)
+        # JAX asks for the setting once.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def random_batch(shapes: Batch, vocabulary_size: int) -> Batch:

@@ -14,6 +14,7 @@ from typing import Any
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
 from meliad_like.errors import UserError
 from meliad_like.remote import write_whole
+from meliad_like.resumable import parse_json
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.shared(
@@ -24,7 +25,9 @@ DTYPE = COMMAND.shared("dtype")
 TASKS = COMMAND.list("tasks", None, "Names of tasks, or YAML files of tasks, with commas.", required=True)
 INCLUDE_PATH = COMMAND.multi_string("include_path", [], "A folder with further tasks. Repeatable.")
 NUM_FEWSHOT = COMMAND.integer("num_fewshot", None, "Examples in each context. Default: the task's.", lower_bound=0)
-METADATA = COMMAND.json("metadata", "JSON object: settings of tasks that make their own documents, such as RULER's.")
+METADATA = COMMAND.string(
+    "metadata", "{}", "JSON object: settings of tasks that make their own documents, such as RULER's."
+)
 LIMIT = COMMAND.integer("limit", None, "Only this number of first items of each task.", lower_bound=1)
 BATCH_SIZE = COMMAND.shared("batch_size")
 FIRST_TOKENS = COMMAND.bool(
@@ -41,6 +44,9 @@ HEAT_MAP = COMMAND.output("heat_map", "PNG file: scores of needle tasks by lengt
 def main() -> None:
     if OUTPUT.value is None and LOG_SAMPLES.value:
         raise UserError("--log_samples has no effect without --output: name a file")
+    metadata = parse_json(METADATA.value, f"--metadata={METADATA.value}")
+    if not isinstance(metadata, dict):
+        raise UserError(f"--metadata={METADATA.value} is not a JSON object")
     lm_eval = import_harness()
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
@@ -53,7 +59,7 @@ def main() -> None:
     tasks = TaskManager(
         include_path=INCLUDE_PATH.value,
         include_defaults=bool(names),
-        metadata={"tokenizer": CHECKPOINT.value} | METADATA.value,
+        metadata={"tokenizer": CHECKPOINT.value} | metadata,
     )
     if missing := [file for file in files if not Path(file).exists()]:
         raise UserError(f"there is no task file {missing[0]}")
