@@ -22,6 +22,9 @@ MODEL_NAME = "sentencepiece.model"
 # indentation are learned like everything else, and short enough that a sample of them spans all documents.
 SENTENCE_LENGTH = 4096  # In characters; SentencePiece counts bytes, at most four per character.
 
+TRAINING_CHARACTERS = 100_000_000
+"""The size of the sample of text to learn from, about."""
+
 
 @VOCABULARIES.register("sentencepiece")
 @dataclass(frozen=True)
@@ -37,12 +40,10 @@ class SentencePieceVocabularyConfig(FileVocabularyConfig):
     SentencePiece's own defaults, which lose newlines and repeated spaces."""
     split_digits: bool = False
     """Whether every digit is a token of its own, so that equal numbers have equal tokens wherever they are."""
-    training_bytes: int = 100_000_000
-    """The approximate size in bytes of the sample of text to learn from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("size", "training_bytes"))
+        check_positive(self, ("size",))
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
         model = train_sentencepiece(self, texts) if self.trained else read_model(self.model_file)
@@ -159,7 +160,7 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
-            input_sentence_size=-(-config.training_bytes // SENTENCE_LENGTH),
+            input_sentence_size=-(-TRAINING_CHARACTERS // SENTENCE_LENGTH),
             max_sentence_length=4 * SENTENCE_LENGTH,
             # Sums of floats depend on the number of threads: a fixed number gives the same model on any machine.
             num_threads=8,
