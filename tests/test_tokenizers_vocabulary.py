@@ -33,7 +33,7 @@ def folder(tmp_path):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     (tmp_path / "folder").mkdir()
-    tokenizer.save(str(tmp_path / "folder" / TOKENIZER_NAME))
+    tokenizer.save(str(tmp_path / "folder" / TOKENIZER_NAME), pretty=False)
     return tmp_path / "folder"
 
 
