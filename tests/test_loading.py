@@ -83,8 +83,9 @@ def test_batches_are_made_before_they_are_asked_for(sharding):
         assert set(reader.steps) >= set(range(6))
 
 
-def test_the_time_waited_is_measured(sharding):
-    with load_batches(SlowReader(0.2), sharding, num_threads=1) as batches:
+def test_the_time_waited_is_measured(sharding, monkeypatch):
+    monkeypatch.setattr("meliad_like.data.loading.NUM_THREADS", 1)
+    with load_batches(SlowReader(0.2), sharding) as batches:
         next(batches)
         assert batches.seconds_waited > 0.19
         waited = batches.seconds_waited
