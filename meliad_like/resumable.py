@@ -4,7 +4,7 @@ import fcntl
 import json
 import reprlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,25 @@ def check_same(
     place: epath.PathLike,
     saved: Mapping[str, Any],
     current: Mapping[str, Any],
+    may_differ: Collection[str] = (),
     way_out: str = "choose another folder, or the same values",
 ) -> None:
     """Raises a UserError if the work in `place` was done with other settings. It names the first ones, and a `way_out`.
 
     Args:
       saved, current: the saved and the current settings, nested dictionaries of values that JSON can represent.
+      may_differ: dotted names of fields that don't change the results.
     """
-    if differing := describe_differences(saved, current):
+    if differing := describe_differences(saved, current, may_differ):
         raise UserError(f"{place} belongs to another config: {differing}; {way_out}")
 
 
-def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str] = ()) -> str:
     """The first differences between two nested dictionaries, as text: the names with both values, shortened if long."""
     # Converted to JSON and back, so that a tuple equals the list as which it was saved.
     earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
-    pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in {**later, **earlier})
+    names = (name for name in {**later, **earlier} if name not in may_differ)
+    pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
     differing = [
         f"{name} is {SHORTENED.repr(old)} there, {SHORTENED.repr(new)} here" for name, old, new in pairs if old != new
     ]

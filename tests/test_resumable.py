@@ -11,13 +11,20 @@ OLD = {"config": {"model": {"layers": 12, "recurrent": (9,)}, "mesh": {"data": 8
 def test_settings_of_another_run():
     new = {"config": {"model": {"layers": 13, "recurrent": [9], "gate": "lstm"}}, "vocabulary": "cd34"}
     with pytest.raises(UserError) as error:
-        check_same("runs/a", OLD, new)
+        check_same("runs/a", OLD, new, may_differ=["config.mesh.data"])
     assert str(error.value) == (
         "runs/a belongs to another config: config.model.layers is 12 there, 13 here; config.model.gate is 'absent' "
-        "there, 'lstm' here; vocabulary is 'ab12' there, 'cd34' here and 1 more; choose another folder, or the same "
-        "values"
+        "there, 'lstm' here; vocabulary is 'ab12' there, 'cd34' here; choose another folder, or the same values"
     )
-    check_same("runs/a", OLD, OLD | {"config": OLD["config"] | {"model": {"layers": 12, "recurrent": [9]}}})
+    with pytest.raises(UserError, match="'cd34' here and 1 more; choose another folder"):
+        check_same("runs/a", OLD, new)
+
+
+def test_settings_that_may_differ():
+    new = {**OLD, "config": {**OLD["config"], "mesh": {"data": 4}}}
+    check_same("runs/a", OLD, new, may_differ=["config.mesh.data"])
+    with pytest.raises(UserError, match=r"config\.mesh\.data is 8 there, 4 here"):
+        check_same("runs/a", OLD, new, may_differ=["config.mesh"])
 
 
 def test_a_journal_is_resumed(tmp_path):
