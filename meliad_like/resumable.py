@@ -1,4 +1,4 @@
-"""Interrupted work that is resumed: checks of its settings, saved JSON, locks, and journals of finished parts."""
+"""Interrupted work that is resumed: checks of its settings, saved JSON, and locks."""
 
 import fcntl
 import json
@@ -88,17 +88,6 @@ def parse_json(text: str | bytes, place: str) -> Any:
         raise UserError(f"{place} is not JSON: {error}") from None
 
 
-def read_json_lines(path: Path | epath.Path) -> tuple[list[str], list[Any]]:
-    """The complete lines of a file, and their values; no lines if the file does not exist.
-
-    A last line without a newline, which a killed process has not completed, is left out. A line that is not JSON is a
-    UserError with its number.
-    """
-    text = path.read_text() if path.exists() else ""
-    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return lines, [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-
-
 def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
     """Raises a UserError if `saved`, read from `place`, is not an object that has these fields with these types."""
     if not isinstance(saved, dict):
@@ -140,28 +129,3 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if is_full_disk(error):
             raise UserError(f"the disk is full: no room for {folder}") from None
         raise
-
-
-class Journal:
-    """A file of finished parts of some work, one line of JSON each, after a line that identifies the work."""
-
-    def __init__(self, path: Path, identity: Mapping[str, Any], *, replace: bool = False):
-        """Opens the file or creates it. `identity` is everything that determines the results, for JSON.
-
-        Results of other settings are an error, unless `replace` is true.
-        """
-        self._path = path
-        lines, rows = read_json_lines(path)
-        first = json.dumps(identity) + "\n"
-        if rows and not replace:
-            check_same(path, rows[0], identity)
-        if not rows or rows[0] != json.loads(first):
-            lines, rows = [first], [identity]
-        write_whole(path, "".join(lines))
-        self.rows: list[Any] = rows[1:]
-        """The parts that were finished before."""
-
-    def write(self, row: Any) -> None:
-        """Adds a finished part."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")

@@ -17,6 +17,7 @@ from meliad_like.evaluation.report import with_progress
 from meliad_like.history import evaluation as report
 from meliad_like.history.evaluation import VERSION
 from meliad_like.history.gains import Candidates
+from meliad_like.history.journal import Journal
 from meliad_like.history.opening import HistoryRequest, Opened
 from meliad_like.history.selection import RANKINGS, Ranking, SpanScorer, choose
 from meliad_like.history.selectors.inputs import make_inputs
@@ -28,7 +29,7 @@ from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideSt
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.registry import fingerprint as fingerprint_of_values
 from meliad_like.remote import write_whole
-from meliad_like.resumable import Journal, check_same, write_json
+from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.tables import Table
 

@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.history.gains import TargetLosses
+from meliad_like.history.journal import Journal
 from meliad_like.history.selection import SpanScorer, choose
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Ends, Layout, Scores, Stride, Window, strides
-from meliad_like.resumable import Journal
 from meliad_like.studies.bootstrap import intervals
 from meliad_like.tables import Table, number
 

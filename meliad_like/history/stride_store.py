@@ -19,10 +19,10 @@ from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import tracked
+from meliad_like.history.journal import Journal, read_json_lines
 from meliad_like.history.selection import check_finite
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Stride, candidates, is_scored, strides
-from meliad_like.resumable import Journal, read_json_lines
 
 FILE_NAME = "numbers.jsonl"
 WITHOUT_EFFECT = ("first_selection", "overlap", "first_token")
