@@ -62,8 +62,8 @@ prepare() {  # prepare SOURCE FOLDER STORE
     echo "$1 $2: $((SECONDS - begin)) s"
 }
 
-compare() {  # compare STORE STORE: all files but store.json, which names the folder and times
-    diff -r --exclude=store.json "$1" "$2" || { echo "$1 and $2 differ"; exit 1; }
+compare() {  # compare STORE STORE: all files but store.json and files.json, which name the folder and times
+    diff -r --exclude=store.json --exclude=files.json "$1" "$2" || { echo "$1 and $2 differ"; exit 1; }
 }
 
 for kind in text jsonl parquet; do

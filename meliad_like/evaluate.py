@@ -50,7 +50,7 @@ def main() -> None:
     changes = read_changes((), COMMAND.gin_param.value)
     opened = open_model(CHECKPOINT.value, step=STEP.value, changes=changes, mesh="config", dtype=DTYPE.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
-    (run, model, params, vocabulary, step), split = opened, store.split(SPLIT.value)
+    (run, model, params, vocabulary, step, _), split = opened, store.split(SPLIT.value)
     if PROTOCOL.value:
         _compare_protocols(opened, split)
         return
@@ -112,7 +112,7 @@ def _compare_protocols(opened: "OpenedCheckpoint", split: "Documents") -> None:
     from meliad_like.resumable import write_json
     from meliad_like.studies import protocols
 
-    (run, model, params, vocabulary, _), scores = opened, []
+    (run, model, params, vocabulary, *_), scores = opened, []
     if CONCATENATED.value:
         split = split.concatenated(vocabulary.end_of_document)
     sizes = {"segment_length": run.data.segment_length, "loss_slice": run.training.loss_slice}

@@ -186,15 +186,16 @@ def write_whole(path: epath.PathLike, content: str | bytes) -> None:
         file.write(content)
 
 
-def copy_folder(source: epath.Path, target: epath.Path, last: str = "") -> None:
+def copy_folder(source: epath.Path, target: epath.Path, last: str = "", *, deep: bool = True) -> None:
     """Copies all files below a folder into another one, which is created if needed; each of the two may be remote.
 
-    The file named `last` in the folder is copied after all others.
+    The file named `last` in the folder is copied after all others. Without `deep` no folders are copied.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         if path.is_dir():
-            copy_folder(path, target / path.name)
+            if deep:
+                copy_folder(path, target / path.name)
             continue
         with path.open("rb") as read, (target / path.name).open("wb") as written:
             shutil.copyfileobj(read, written, CHUNK_BYTES)
@@ -218,14 +219,14 @@ def from_hub(path: epath.PathLike, patterns: Iterable[str]) -> epath.PathLike:
 
 @contextmanager
 def local_files(folder: epath.PathLike) -> Iterator[Path]:
-    """A local folder with the files: the folder itself, or a temporary copy of a remote one."""
+    """A local folder with the files: the folder itself, or a temporary copy of a remote one without its folders."""
     path = any_path(folder)
     if not is_remote(path):
         yield Path(path)
         return
     with TemporaryDirectory() as copy:
         if path.is_dir():
-            copy_folder(path, epath.Path(copy))
+            copy_folder(path, epath.Path(copy), deep=False)
         yield Path(copy)
 
 

@@ -93,6 +93,11 @@ def test_a_store_of_a_data_set_is_that_of_its_copy(hub, tmp_path):
     assert second != first
     with pytest.raises(UserError, match="online belongs to another config: source is"):
         prepare(HuggingFaceSource(dataset="org/books"), BYTES, tmp_path / "online", 1)
+    # With another file it is the next version of the store.
+    hub.put("datasets/org/books", files | {"data/train-more.parquet": parquet("more")})
+    grown = prepare(HuggingFaceSource(dataset="org/books"), BYTES, tmp_path / "online", 1)
+    assert grown.version == 2 and [*grown.split("train").names][14:] == ["data/train-more.parquet:1"]
+    assert grown.read_by([online.fingerprint]).info == online.info
     pinned = HuggingFaceSource(dataset="org/books", revision=first)
     assert prepare(pinned, BYTES, tmp_path / "pinned", 1).info.source != online.info.source  # another setting
     # A training needs no Hub.

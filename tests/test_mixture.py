@@ -20,7 +20,7 @@ SHORT, LONG = np.random.default_rng(0).integers(2, 30, 50), np.random.default_rn
 
 
 def reader(weights=(0.7, 0.3), num_lanes=8, seed=0, **arguments):
-    documents = Documents.joined({"short": FakeSplit(SHORT), "long": FakeSplit(LONG)})
+    documents = Documents.joined([FakeSplit(SHORT), FakeSplit(LONG)], ["short/", "long/"])
     return MixtureReader(documents, num_lanes, 16, 4, seed, weights=weights, **arguments)
 
 
@@ -36,7 +36,7 @@ def sources(schedule: MixedSchedule, num_blocks: int) -> np.ndarray:
 
 
 def test_joined_documents_are_those_of_the_parts():
-    joined = Documents.joined({"short": FakeSplit(SHORT), "long": FakeSplit(LONG)})
+    joined = Documents.joined([FakeSplit(SHORT), FakeSplit(LONG)], ["short/", "long/"])
     assert joined.sizes == (50, 20) and len(joined) == 70
     assert [joined.names[i] for i in (0, 49, 50)] == ["short/document_0", "short/document_49", "long/document_0"]
     assert joined.lengths.tolist() == [*SHORT, *LONG]

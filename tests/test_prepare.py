@@ -1,5 +1,6 @@
 import dataclasses
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,13 +11,14 @@ from functools import partial
 import forked
 import pytest
 
-from meliad_like.data import preparation, token_store
+from meliad_like.data import encoding, preparation
 from meliad_like.data.documents import open_source
 from meliad_like.data.encoding import encode_all
-from meliad_like.data.files_source import TextSource
+from meliad_like.data.files_source import RepositoriesSource, TextSource
 from meliad_like.data.preparation import prepare, prepare_part
 from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
+from meliad_like.data.split_writer import SplitWriter
 from meliad_like.data.token_store import TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
@@ -153,7 +155,7 @@ def test_ctrl_c_while_documents_are_read_for_the_vocabulary(texts, tmp_path, mon
             raise KeyboardInterrupt
         return reference()
 
-    monkeypatch.setattr(preparation, "read", read)
+    monkeypatch.setattr(encoding, "read", read)
     with pytest.raises(KeyboardInterrupt):
         prepare(config(texts), SentencePieceVocabularyConfig(size=290), tmp_path / "store", 1)
     assert not list(tmp_path.glob("store*"))
@@ -202,7 +204,7 @@ def test_full_disk(texts, tmp_path, monkeypatch):
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_store.SplitWriter, "write", write)
+    monkeypatch.setattr(SplitWriter, "write", write)
     with pytest.raises(UserError, match="the disk is full: no room for .*store"):
         prepare(config(texts), BYTES, tmp_path / "store", 1)
     assert not list(tmp_path.glob("store*"))
@@ -223,6 +225,182 @@ def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
         TokenStore(tmp_path / "store")
     assert len(prepare(config(texts), BYTES, tmp_path / "store", 1).split("train")) == 29
     assert not (tmp_path / "store.incomplete").exists()
+
+
+def add(folder, numbers):
+    for i in numbers:
+        (folder / f"new{i}.txt").write_text(f"Added document {i}.\n" * (i + 1))
+
+
+def contents(store):
+    """(split, name) -> tokens of all documents, in the order of the store."""
+    found = {}
+    for split in (split for split in store.info.splits if store.totals(split).documents):
+        documents = store.split(split)
+        for i, name in enumerate(documents.names):
+            found[split, name] = documents.tokens(i, 0, int(documents.lengths[i])).tolist()
+    return found
+
+
+def test_a_store_grows(texts, tmp_path, monkeypatch, capsys):
+    """By versions that keep the documents of those before, with their numbers and splits; twice."""
+    source = TextSource(folder=str(texts), validation_share=0.2, test_share=0.2)
+    stores = [prepare(source, BYTES, tmp_path / "store", 1)]
+    before = files(tmp_path / "store")
+    tokenised, encode = [], encoding._encode
+    monkeypatch.setattr(encoding, "_encode", lambda *given: tokenised.append(given[1].name) or encode(*given))
+    for numbers in range(20), range(20, 25):
+        add(texts, numbers)
+        capsys.readouterr()
+        stores.append(prepare(source, BYTES, tmp_path / "store", 1))
+        assert f"in its vocabulary: {len(numbers)} new files" in capsys.readouterr().err
+        assert sorted(tokenised) == sorted(f"new{i}" for i in numbers)
+        tokenised.clear()
+    for old, new in itertools.pairwise(stores):
+        for split in old.info.splits:
+            assert new.split(split).names[: len(old.split(split))] == list(old.split(split).names)
+        assert contents(new) == contents(new) | contents(old)
+    at_once = prepare(source, BYTES, tmp_path / "at_once", 1)
+    assert contents(stores[-1]) == contents(at_once)
+    for split in at_once.info.splits:
+        assert dataclasses.astuple(stores[-1].totals(split))[:4] == dataclasses.astuple(at_once.totals(split))[:4]
+    # Not the same order: neither can take the place of the other.
+    assert len({store.fingerprint for store in (*stores, at_once)}) == 4
+    # Nothing of an earlier version has changed, and each can be opened.
+    assert files(tmp_path / "store").items() > before.items()
+    for store in stores:
+        read = stores[-1].read_by([store.fingerprint])
+        assert read.fingerprint == store.fingerprint and contents(read) == contents(store)
+    assert stores[-1].read_by(["another"]).version == 3
+    prepare(source, BYTES, tmp_path / "store", 1)
+    assert "reusing the token store" in capsys.readouterr().err and not (tmp_path / "store" / "version-4").exists()
+
+
+def test_a_growing_store_keeps_its_vocabulary(texts, tmp_path, monkeypatch):
+    vocabulary = SentencePieceVocabularyConfig(size=290)
+    old = prepare(config(texts), vocabulary, tmp_path / "store", 1)
+    monkeypatch.setattr(preparation, "_make_vocabulary", None)
+    add(texts, range(9))
+    new = prepare(config(texts), vocabulary, tmp_path / "store", 2)
+    assert new.info.vocabulary == old.info.vocabulary and new.totals("train").documents == 38
+
+
+@pytest.mark.parametrize("change", ["changed", "removed", "renamed", "same_stem"])
+def test_a_store_does_not_grow_where_old_documents_have_changed(change, texts, tmp_path):
+    source = config(texts, suffixes=(".txt", ".md"))
+    prepare(source, BYTES, tmp_path / "store", 1)
+    add(texts, range(3))
+    (texts / "sub").mkdir()
+    if change == "changed":
+        (texts / "3.txt").write_text("changed")
+    elif change == "removed":
+        (texts / "3.txt").unlink()
+    elif change == "renamed":
+        (texts / "3.txt").rename(texts / "sub" / "3.txt")
+    else:
+        (texts / "3.md").write_text("the first one's name now has its suffix")
+    before = files(tmp_path / "store")
+    with pytest.raises(UserError, match="texts, which have changed since"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+    assert files(tmp_path / "store") == before
+
+
+def test_a_moved_folder_grows_and_a_repository_does_not(texts, tmp_path):
+    """Contents are compared where times differ. A further file of a repository changes a document."""
+    prepare(config(texts), BYTES, tmp_path / "store", 1)
+    texts = texts.rename(tmp_path / "moved")
+    os.utime(texts / "3.txt", (1, 1))
+    add(texts, range(2))
+    assert prepare(config(texts), BYTES, tmp_path / "store", 1).version == 2
+    folder = tmp_path / "repositories"
+    for name in "abc":
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x.py").write_text(name)
+    prepare(RepositoriesSource(folder=str(folder)), BYTES, tmp_path / "trees", 1)
+    (folder / "d").mkdir()
+    (folder / "d" / "x.py").write_text("d")
+    store = prepare(RepositoriesSource(folder=str(folder)), BYTES, tmp_path / "trees", 1)
+    assert store.version == 2 and {name for _, name in contents(store)} == set("abcd")
+    (folder / "a" / "y.py").write_text("y")
+    with pytest.raises(UserError, match="which have changed since"):
+        prepare(RepositoriesSource(folder=str(folder)), BYTES, tmp_path / "trees", 1)
+
+
+def write_records(path, *names):
+    path.write_text("".join(json.dumps({"id": name, "text": f"text of {name}"}) + "\n" for name in names))
+
+
+def test_records_that_are_added_keep_the_splits(tmp_path):
+    """A document that was taken out of its split, because another was empty, never comes into two splits. Files that
+    are named after splits don't change how the records before them were dealt."""
+    folder, names = tmp_path / "records", [f"r{i}" for i in range(20)]
+    folder.mkdir()
+    source = JsonLinesSource(folder=str(folder), name_field="id", validation_share=1e-9, test_share=1e-9)
+    write_records(folder / "data.jsonl", *names)
+    old = prepare(source, BYTES, tmp_path / "store", 1)
+    (held_out,) = old.split("test").names
+    write_records(folder / "more.jsonl", "new", held_out)
+    with pytest.raises(UserError, match=f"of train, validation, test are both named '{held_out}'"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+    write_records(folder / "more.jsonl", "new", "r3")
+    with pytest.raises(UserError, match="are both named 'r3'"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+    write_records(folder / "more.jsonl", "new")
+    new = prepare(source, BYTES, tmp_path / "store", 1)
+    assert set(contents(new)) - set(contents(old)) == {("train", "new")}
+    assert list(new.split("test").names) == [held_out]
+    write_records(folder / "test.jsonl", "other")
+    (folder / "data.jsonl").rename(folder / "train.jsonl")
+    (folder / "more.jsonl").unlink()
+    with pytest.raises(UserError, match="which have changed since"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+
+
+def test_names_of_splits_that_come_later_are_refused(tmp_path):
+    """Records of a file for training alone were dealt; the publisher's test file would be another rule."""
+    folder = tmp_path / "records" / "data"
+    folder.mkdir(parents=True)
+    write_records(folder / "train-0.jsonl", *map(str, range(40)))
+    source = JsonLinesSource(folder=str(folder.parent), name_field="id")
+    prepare(source, BYTES, tmp_path / "store", 1)
+    write_records(folder / "test-0.jsonl", "held out")
+    with pytest.raises(UserError, match="which have changed since"):
+        prepare(source, BYTES, tmp_path / "store", 1)
+
+
+def test_a_store_that_was_killed_while_it_grew_is_whole(texts, tmp_path):
+    old = prepare(config(texts), BYTES, tmp_path / "store", 1)
+    add(texts, range(9))
+    killed = "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)"
+    script = (
+        "import os\n"
+        "from meliad_like.data.files_source import TextSource\n"
+        "from meliad_like.data.preparation import *\n"
+        "from meliad_like.data.vocabulary import BytesVocabularyConfig\n"
+        f"{killed}\nprepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
+    )
+    assert forked.run("-c", script).returncode == -9
+    assert (tmp_path / "store" / "version-2.incomplete").exists()
+    assert contents(TokenStore(tmp_path / "store")) == contents(old)
+    with pytest.raises(UserError, match="--part makes parts of a new token store alone: .* adds to .*store"):
+        prepare_part(config(texts), BYTES, tmp_path / "store", 1, 2)
+    assert prepare(config(texts), BYTES, tmp_path / "store", 1).totals("train").documents == 38
+    assert not (tmp_path / "store" / "version-2.incomplete").exists()
+
+
+def test_damage_of_a_version_is_named(texts, tmp_path):
+    prepare(config(texts), BYTES, tmp_path / "store", 1)
+    add(texts, range(2))
+    prepare(config(texts), BYTES, tmp_path / "store", 1)
+    tokens = tmp_path / "store" / "version-2" / "train" / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(UserError, match="version-2/train/tokens.bin has .* bytes and should have"):
+        TokenStore(tmp_path / "store")
+    (tmp_path / "store" / "version-2" / "files.json").write_text("[]")
+    tokens.write_bytes(tokens.read_bytes() + b"\0\0")
+    add(texts, range(3))
+    with pytest.raises(UserError, match="files.json is not a JSON object"):
+        prepare(config(texts), BYTES, tmp_path / "store", 1)
 
 
 @pytest.mark.thorough

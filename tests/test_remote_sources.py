@@ -3,7 +3,10 @@
 import collections
 import dataclasses
 import gzip
+import hashlib
 import json
+import threading
+import time
 
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +18,7 @@ from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
 from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare, prepare_part
 from meliad_like.data.records_source import JsonLinesSource
-from meliad_like.data.token_store import STORE_NAME, TokenStore
+from meliad_like.data.token_store import FILES_NAME, STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 
@@ -75,7 +78,8 @@ def files(folder):
     """All files of a token store but what it says of a place and its times."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in paths(folder)}
     saved = json.loads(found.pop(STORE_NAME))
-    return found, {name: saved[name] for name in saved if name not in ("folder", "files", "checksum")}
+    contents = {name: (size, content) for name, (size, _, content) in json.loads(found.pop(FILES_NAME)).items()}
+    return found, contents, {name: saved[name] for name in saved if name not in ("folder", "files", "checksum")}
 
 
 @pytest.mark.parametrize("kind", ["text", "repositories", "jsonl", "parquet"])
@@ -96,15 +100,45 @@ def test_a_store_of_documents_in_a_bucket_is_that_of_a_disk(kind, folders, bucke
     assert "reusing the token store" in capsys.readouterr().err
 
 
-def test_there_is_a_request_for_all_files_and_one_for_each_time_that_a_small_one_is_read(bucket, tmp_path):
-    """In a bucket a request takes longer than the bytes of a small file."""
-    for i in range(20):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_there_is_a_request_for_all_files_and_one_for_each(workers, bucket, tmp_path):
+    """In a bucket a request takes longer than the bytes of a small file, so that many are waited for at once."""
+    for i in range(60):
         bucket.put(f"docs/{i}.txt", b"a text")
-    requests = collections.Counter()
-    bucket.refuse = lambda method, name: requests.update([name])
+    requests, waiting, most, lock = collections.Counter(), 0, 0, threading.Lock()
+
+    def refuse(method, name):
+        nonlocal waiting, most
+        with lock:
+            requests.update([name])
+            waiting += 1
+            most = max(most, waiting)
+        time.sleep(0.01)
+        with lock:
+            waiting -= 1
+
+    bucket.refuse = refuse
     config = TextSource(folder="gs://bucket/docs", splits_by_name=False, validation_documents=("1",))
-    prepare(config, BYTES, tmp_path / "store", 1)
-    assert requests.pop("") <= 2 and set(requests.values()) == {2} and len(requests) == 20
+    prepare(config, BYTES, tmp_path / "store", workers)
+    assert requests.pop("") <= 2 and set(requests.values()) == {1} and len(requests) == 60 and most > 8
+    # What is added is read alone.
+    requests.clear()
+    bucket.put("docs/new.txt", b"a text")
+    store = prepare(config, BYTES, tmp_path / "store", 1)
+    assert store.version == 2 and requests["docs/new.txt"] == 1 and set(requests) == {"", "docs", "docs/new.txt"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip", "zstd"])
+def test_a_file_of_records_is_read_once(kind, bucket, tmp_path):
+    packed = {"plain": (".jsonl", bytes), "gzip": (".jsonl.gz", gzip.compress), "zstd": (".jsonl.zst", zstd.compress)}
+    suffix, pack = packed[kind]
+    bucket.put(f"once/train{suffix}", content := pack(lines(300, "x")))
+    sent = bucket.sent
+    config = JsonLinesSource(folder="gs://bucket/once", validation_documents=("x3",), name_field="name")
+    store = prepare(config, BYTES, tmp_path / "store", 1)
+    assert bucket.sent - sent == len(content)
+    saved = json.loads((store.folder / FILES_NAME).read_text())
+    assert saved[f"train{suffix}"][2] == hashlib.sha256(content).hexdigest()
 
 
 def test_a_large_file_is_streamed(bucket):
@@ -200,6 +234,31 @@ def test_documents_that_changed_in_a_bucket(bucket, tmp_path):
     TokenStore(tmp_path / "store").check_documents(TextSource(folder="gs://bucket/docs"))
     with pytest.raises(UserError, match="the token store gs://bucket/store can't be written or read: Forbidden"):
         prepare(StandardLibrarySource(), BYTES, "gs://bucket/store", 1)
+
+
+def test_a_store_grows_in_a_bucket(bucket, cache, tmp_path):
+    """As on the disk. An interrupted copy of what is added is no part of the store, and the same command makes it."""
+    for i in range(30):
+        bucket.put(f"docs/{i}.txt", b"a text " * i + b"a")
+    source, place = TextSource(folder="gs://bucket/docs"), "gs://bucket/grown"
+    for folder in place, tmp_path / "here":
+        old = prepare(source, BYTES, folder, 1)
+    bucket.put("docs/new.txt", b"another text")
+    bucket.refuse = lambda method, name: 403 if method == "POST" and name == "grown/version-2/store.json" else None
+    with pytest.raises(UserError, match="grown can't be written or read: .* the same command tries again"):
+        prepare(source, BYTES, place, 1)
+    assert TokenStore(place).fingerprint == old.fingerprint
+    bucket.refuse = lambda method, name: None
+    assert prepare(source, BYTES, place, 1).version == prepare(source, BYTES, tmp_path / "here", 1).version == 2
+    there = {name.removeprefix("grown/"): content for name, (content, _) in bucket.objects.items() if "grown/" in name}
+    assert there == {str(path.relative_to(tmp_path / "here")): path.read_bytes() for path in paths(tmp_path / "here")}
+    # Its vocabulary is read without its tokens.
+    bucket.put("grown/train/more", bytes(10**6))
+    sent, _ = bucket.sent, TokenStore(place).vocabulary
+    assert bucket.sent - sent < 10**5
+    names = [name for split in ("train", "validation", "test") for name in TokenStore(place).split(split).names]
+    assert len(names) == 31 and "new" in names
+    assert "new" not in [*TokenStore(place).read_by([old.fingerprint]).split("train").names]
 
 
 def test_a_store_is_made_in_a_bucket(folders, bucket, cache, tmp_path, capsys):

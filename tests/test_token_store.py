@@ -10,7 +10,8 @@ import pytest
 from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.split import count_words
-from meliad_like.data.token_store import SplitWriter, TokenStore, token_dtype
+from meliad_like.data.split_writer import SplitWriter
+from meliad_like.data.token_store import TokenStore, token_dtype
 from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 
@@ -66,7 +67,7 @@ def test_names_that_utf_8_cannot_hold(store, tmp_path):
     totals = writer.close()
     shutil.rmtree(store.folder / "test")
     (tmp_path / "split").rename(store.folder / "test")
-    store.info.splits["test"] = totals
+    store.info.splits["test"] = store.infos[0].splits["test"] = totals
     assert list(store.split("test").names) == names
     assert store.split("test").names[1:3] == names[1:3]
 

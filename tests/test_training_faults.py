@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_run
-from tiny_run import command, parse, read_metrics, run_command, set_up, train
+from tiny_run import assert_same_bits, command, parse, read_metrics, run_command, set_up, train
 
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
+from meliad_like.run.opening import open_checkpoint, open_store
 from meliad_like.run.step_log import MEASURED
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter
@@ -220,10 +221,57 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     prepare(run.source, run.vocabulary, tmp_path / "store", num_workers=1)
     with pytest.raises(UserError, match=r"checkpoints belongs to another config: store_fingerprint is '\w+' there"):
         train(parse(bindings, f"ReaderConfig.store = '{tmp_path / 'store'}'"), tmp_path)
-    # The store of the first run was made without it.
+    added.unlink()
+    # The store of the first run was made from another one.
+    changed = added.with_name("0.txt")
+    text = changed.read_text()
+    changed.write_text("another")
     with pytest.raises(UserError, match="was made from the documents in .*documents, which have changed since"):
         train(run, tmp_path)
-    added.unlink()
+    changed.write_text(text)
+
+
+def test_a_run_goes_on_with_the_version_of_its_store(tmp_path, capsys):
+    """Bit for bit, when documents were added after it began; another run reads all of them."""
+    bindings = [
+        *tiny_run.make_bindings(tmp_path / "documents"),
+        "MeshConfig.data = 1",
+        "RunConfig.schedule = 'constant'",
+        "TrainingConfig.evaluate_every = 4",
+    ]
+    half, whole = (parse(bindings, f"TrainingConfig.num_steps = {steps}") for steps in (2, 4))
+    train(whole, tmp_path / "straight")
+    train(half, tmp_path / "resumed")
+    for split in "train", "validation":
+        (Path(whole.source.folder) / split / "new.txt").write_text("added later " * 99)
+    # The store is as it was.
+    with pytest.raises(UserError, match="2 files are newer than the token store .*: add them with python -m"):
+        train(half, tmp_path / "new")
+    old = prepare(whole.source, whole.vocabulary, whole.data.store, num_workers=1)
+    assert old.version == 2 and len(old.split("train")) == 21
+    capsys.readouterr()
+    train(whole, tmp_path / "resumed")
+    assert "version 1 of the token store" in capsys.readouterr().out
+    train(half, tmp_path / "new")
+    assert "of the token store" not in capsys.readouterr().out
+    rows = {name: list(read_metrics(tmp_path / name)) for name in ("straight", "resumed", "new")}
+    losses = {name: [row["loss"] for row in rows[name]] for name in rows}
+    assert losses["resumed"] == losses["straight"] != losses["new"] and len(losses["straight"]) == 4
+    evaluated = [list(read_metrics(tmp_path / name, "validation")) for name in ("straight", "resumed")]
+    assert evaluated[0][-1]["bits_per_token"] == evaluated[1][-1]["bits_per_token"]  # after the last step
+    states, stores = [], []
+    for name in ("straight", "resumed", "new"):
+        with Checkpoints(tmp_path / name / "checkpoints", read_only=True) as checkpoints:
+            stores.append(checkpoints.read_metadata()["store_fingerprint"])
+            states.append(checkpoints.restore(set_up(whole).abstract_state)[0])
+    assert_same_bits(*states[:2])
+    assert stores[0] == stores[1] == old.infos[0].fingerprint and stores[2] == old.fingerprint
+    # An evaluation reads the documents of the training, unless it names a store.
+    opened = open_checkpoint(tmp_path / "resumed")
+    read = [open_store(opened, tmp_path / "resumed", store, prepare=False) for store in (None, whole.data.store)]
+    assert [store.version for store in read] == [1, 2]
+    (Path(whole.source.folder) / "train" / "newer.txt").write_text("added even later")
+    assert open_store(opened, tmp_path / "resumed", whole.data.store, prepare=True).version == 3
 
 
 def test_what_has_no_effect_is_said(bindings, tmp_path, capsys):

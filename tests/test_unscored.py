@@ -88,7 +88,7 @@ def test_readers_count_the_same_targets(store, expected_counts):
     for reader in (
         LanesReader(documents, 3, SEGMENT, W, shuffle=False, epochs=1),
         LanesReader(documents, 2, SEGMENT, W, epochs=1, overlap=1),
-        LanesReader(Documents.joined({"a": documents, "b": documents}), B, SEGMENT, W, epochs=1),
+        LanesReader(Documents.joined([documents, documents]), B, SEGMENT, W, epochs=1),
         StreamReader(documents, 3, SEGMENT, W, epochs=1, end_of_document=256),
         StreamReader(documents, 3, SEGMENT, W, epochs=1, end_of_document=256, shuffle=True),
     ):

@@ -117,7 +117,7 @@ def _write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def _write_own_decoder(opened: OpenedCheckpoint, folder: Path) -> None:
-    _, model, params, vocabulary, _ = opened
+    _, model, params, vocabulary, *_ = opened
     config, tensors = own_decoders.to_huggingface_decoder(model, params, vocabulary.end_of_document)
     write_json(folder / CONFIG_NAME, config)
     save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})

@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -36,6 +36,8 @@ class Document:
     """The reasons why files of the document were left out, one line each."""
     unscored: tuple[tuple[int, int], ...] = ()
     """Ranges (begin, end) of characters that cost no loss, in order."""
+    contents: tuple[tuple[str, str], ...] = ()
+    """Pairs (name of a `SourceFile`, SHA-256 of its content) of files that were read for this document."""
 
     def __post_init__(self) -> None:
         edges = [0, *itertools.chain.from_iterable(self.unscored), len(self.text)]
@@ -74,6 +76,8 @@ class SourceFile(NamedTuple):
     path: AnyPath
     version: Version | None
     """None: a link to nothing."""
+    shard: int | None
+    """The index of the shard that is read from the file; None: it only describes others."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,20 @@ class Source:
     """A sentence about the files of the folder that are not read, and why."""
     place: str = ""
     """The folder of the files, which not every config names."""
+    documents_at_once: int = 1
+    """The number of documents that a process reads at the same time: several where each needs a request."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the contents of files that were read, by their names: shards and readers of documents add them."""
 
     def references(self) -> Iterator[Reference]:
         """All documents."""
         for shard in self.shards:
             yield from shard()
+
+    def only(self, files: Sequence[SourceFile]) -> "Source":
+        """The documents of these files alone, which are all files of some shards."""
+        shards = sorted({file.shard for file in files if file.shard is not None})
+        return replace(self, shards=tuple(self.shards[i] for i in shards), num_documents=None)
 
     def part(self, index: int, number: int) -> "Source":
         """A part of the documents, of a `number` of parts that follow one another. Each has as many shards; only a
@@ -280,9 +293,15 @@ def open_source(config: SourceConfig) -> Source:
 
 def source_fingerprint(config: SourceConfig, source: Source) -> str:
     """SHA-256 of the settings and of every document's name and contents, so that it changes if a store would."""
+    read_contents(source, (file for file in source.files if file.name not in source.contents))
+    return fingerprint([config.settings_fingerprint, *((name, source.contents[name]) for name, *_ in source.files)])
+
+
+def read_contents(source: Source, files: Iterable[SourceFile]) -> None:
+    """Adds SHA-256 of the contents of these files to those of the source."""
+    files = list(files)
     with ThreadPoolExecutor(READERS_AT_ONCE) as readers:
-        contents = readers.map(_content, source.files)
-        return fingerprint([config.settings_fingerprint, *zip((name for name, *_ in source.files), contents)])
+        source.contents.update(zip((file.name for file in files), readers.map(_content, files)))
 
 
 def _content(file: SourceFile) -> str:

@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ class Encoded(NamedTuple):
     """The reasons why files of the document were left out."""
     unscored: tuple[tuple[int, int], ...]
     """Ranges of tokens that cost no loss."""
+    contents: tuple[tuple[str, str], ...]
+    """As of the document."""
 
 
 def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Iterator[Encoded | BadDocumentError]:
@@ -52,12 +54,12 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
     if not num_workers:
         num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_workers == 1:
-        yield from map(partial(_encode, load_vocabulary(vocabulary_folder)), source.references())
+        yield from map(partial(_encode, load_vocabulary(vocabulary_folder)), read_all(source))
         return
     # Jax and grain start threads, and a forked child would inherit locks that they hold.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
-    encode, references = partial(_encode_in_worker, vocabulary_folder), iter(source.references())
-    waiting: collections.deque[Future] = collections.deque()
+    encode = partial(_encode_in_worker, vocabulary_folder, source.documents_at_once)
+    references, waiting = iter(source.references()), collections.deque[Future]()
     num_documents = num_bytes = 0
 
     def submit(piece: list[Reference]) -> Future:
@@ -72,9 +74,8 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
     try:
         while True:
             # So that few documents are in memory. Large ones are sent one by one, so that every process has some.
-            most = PIECE_BYTES // (num_bytes // num_documents + 1) if num_documents else 1
-            size = min(max(most, 1), PIECE_DOCUMENTS)
-            while len(waiting) < 4 * num_workers and (piece := list(itertools.islice(references, size))):
+            most = _most(num_documents, num_bytes)
+            while len(waiting) < 4 * num_workers and (piece := list(itertools.islice(references, most))):
                 waiting.append(submit(piece))
             if not waiting:
                 return
@@ -96,15 +97,22 @@ def _end_with_parent() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _encode_in_worker(vocabulary_folder: Path, piece: list[Reference]) -> list[Encoded | BadDocumentError]:
-    return [_encode(_vocabulary_of_worker(vocabulary_folder), reference) for reference in piece]
+def _most(num_documents: int, num_bytes: int) -> int:
+    """The number of documents of a piece, after so many documents with so many bytes."""
+    return min(PIECE_BYTES // (num_bytes // num_documents + 1) or 1, PIECE_DOCUMENTS) if num_documents else 1
+
+
+def _encode_in_worker(
+    vocabulary_folder: Path, at_once: int, piece: list[Reference]
+) -> list[Encoded | BadDocumentError]:
+    vocabulary = _vocabulary_of_worker(vocabulary_folder)
+    return [_encode(vocabulary, document) for document in _read(piece, at_once)]
 
 
 _vocabulary_of_worker = functools.cache(load_vocabulary)
 
 
-def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocumentError:
-    document = read(reference)
+def _encode(vocabulary: Vocabulary, document: Document | BadDocumentError) -> Encoded | BadDocumentError:
     if isinstance(document, BadDocumentError):
         return document
     text, tokens, unscored, place = document.text, [], [], 0
@@ -130,7 +138,27 @@ def _encode(vocabulary: Vocabulary, reference: Reference) -> Encoded | BadDocume
         vocabulary.restores(text, all_tokens),
         document.skipped,
         tuple(unscored),
+        document.contents,
     )
+
+
+def read_all(source: Source) -> Iterator[Document | BadDocumentError]:
+    """All documents, or why they are bad, in order, read by this process."""
+    references, number, size = source.references(), 0, 0
+    while piece := list(itertools.islice(references, _most(number, size))):
+        for document in _read(piece, source.documents_at_once):
+            number += 1
+            size += len(document.text) if isinstance(document, Document) else 0
+            yield document
+
+
+def _read(references: Iterable[Reference], at_once: int) -> Iterator[Document | BadDocumentError]:
+    """The documents, of which so many are read at the same time."""
+    if at_once == 1:
+        yield from map(read, references)
+        return
+    with ThreadPoolExecutor(at_once) as readers:
+        yield from readers.map(read, references)
 
 
 def read(reference: Reference) -> Document | BadDocumentError:

@@ -2,6 +2,7 @@
 
 import collections
 import fnmatch
+import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meliad_like.data.documents import (
+    READERS_AT_ONCE,
     SOURCES,
     SPLITS,
     BadDocumentError,
@@ -25,7 +27,7 @@ from meliad_like.data.documents import (
 )
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
 from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, one_line, read_whole, version, versions_below
+from meliad_like.remote import AnyPath, Version, is_remote, one_line, read_whole, version, versions_below
 
 SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
@@ -125,7 +127,7 @@ def _open(
     # Where all files are in folders of splits, names begin below these; in "val/a" and "dev/a" they have to be kept.
     firsts = {file.partition("/")[0] for file in splits}
     in_folders = bool(splits) and (splits_of is splits_of_repository or firsts <= set(SPLITS))
-    references, contents = [], []
+    shards, contents = [], []
     skip_undecodable = skip_undecodable or config.undecodable == "skip"
     for folder in sorted(firsts, key=[*SPLITS, *sorted(firsts)].index) if in_folders else [""]:
         base = root / folder
@@ -136,10 +138,19 @@ def _open(
             whole_paths = [f"{folder}/{file}".lstrip("/") for file in members]
             split = config.split_of(name, None if by_share else splits[whole_paths[0]])
             reading = (tuple(members), headers, skip_undecodable, config.encoding)
-            references.append(partial(read_files, name, split, base, *reading))
             named = zip(members, whole_paths, strict=True)
-            contents += [SourceFile(f"{split}/{name}/{file}", root / path, files[path]) for file, path in named]
-    return Source((references.copy,), len(references), tuple(contents), by_share and not config.listed, passed_over)
+            contents += [
+                SourceFile(f"{split}/{name}/{file}", root / path, files[path], len(shards)) for file, path in named
+            ]
+            shards.append((partial(read_files, name, split, base, *reading),).__iter__)
+    return Source(
+        tuple(shards),
+        len(shards),
+        tuple(contents),
+        by_share and not config.listed,
+        passed_over,
+        documents_at_once=READERS_AT_ONCE if is_remote(root) else 1,
+    )
 
 
 def read_files(
@@ -158,10 +169,13 @@ def read_files(
       headers: whether each file is announced by a line `# file: path`; files without text are then left out.
       skip_undecodable: whether a file of several that is not UTF-8 is left out instead of being an error.
     """
-    parts, skipped = [], []
+    parts, skipped, contents = [], [], []
     for file in files:
         try:
-            text = decode(read_whole(root / file), str(root / file), encoding)
+            raw = read_whole(root / file)
+            contents.append((f"{split}/{name}/{file}", hashlib.sha256(raw).hexdigest()))
+            text = decode(raw, str(root / file), encoding)
+            del raw  # Not two copies of a large file at once.
         except refusals() as error:
             raise_if_remote(root / file, error)
             link = ", a link" if os.path.islink(root / file) else ""
@@ -178,7 +192,7 @@ def read_files(
             parts.append(text)
         elif text.strip():
             parts.append(f"# file: {file}\n{text}" + ("" if text.endswith("\n") else "\n"))
-    return Document(name, split, "".join(parts), tuple(skipped))
+    return Document(name, split, "".join(parts), tuple(skipped), contents=tuple(contents))
 
 
 def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[dict[str, Version | None], str]:

@@ -6,7 +6,7 @@ or stream records that have no place in a file.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,9 +49,8 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         if self.folder:
             return opened
         commit = opened.place.rpartition("@")[2]
-        return replace(
-            opened, files=(*opened.files, SourceFile("commit", any_path(opened.place), Version(0, commit, commit)))
-        )
+        about = SourceFile("commit", any_path(opened.place), Version(0, commit, commit), None)
+        return replace(opened, files=(*opened.files, about))
 
     def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
         root = self.existing_folder() if self.folder else self._commit()
@@ -138,8 +137,8 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
                     raise UserError(f"{card} names {file} for {splits[file]} and for {split}")
         return splits
 
-    def records(self, path: AnyPath) -> Iterator[Any]:
-        return (ParquetSource if path.suffix == ".parquet" else JsonLinesSource).records(self, path)
+    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[Any]:
+        return (ParquetSource if path.suffix == ".parquet" else JsonLinesSource).records(self, path, hashed)
 
     def damage(self) -> tuple[type[Exception], ...]:
         return ParquetSource.damage(self) + JsonLinesSource.damage(self)

@@ -132,7 +132,7 @@ class MixtureReaderConfig(ReaderConfig):
                     f"second with that of the first (FileVocabularyConfig.model_file = '{first.folder}')"
                 )
         for one, other in itertools.combinations(stores, 2):
-            if one.fingerprint == other.fingerprint:
+            if one.infos[0].fingerprint == other.infos[0].fingerprint:
                 raise UserError(
                     f"the token stores {one.folder} and {other.folder} have the same documents: name one of them, with "
                     "the sum of their MixtureReaderConfig.weights"
@@ -140,7 +140,7 @@ class MixtureReaderConfig(ReaderConfig):
         return stores
 
     def documents(self, stores: Sequence[TokenStore], split: str) -> Documents:
-        return Documents.joined({str(store.folder): store.split(split) for store in stores})
+        return Documents.joined([store.split(split) for store in stores], [f"{store.folder}/" for store in stores])
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
         return MixtureReader(**fields, weights=self.weights)

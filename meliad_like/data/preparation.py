@@ -10,10 +10,10 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from etils import epath
@@ -27,23 +27,26 @@ from meliad_like.data.documents import (
     BadDocumentError,
     Source,
     SourceConfig,
+    SourceFile,
     fill_splits,
     open_source,
     source_fingerprint,
 )
-from meliad_like.data.encoding import encode_all, read
+from meliad_like.data.encoding import encode_all, read_all
+from meliad_like.data.split_writer import SplitWriter, repeated_name
 from meliad_like.data.token_store import (
     FORMAT_VERSION,
     NAMES_NAME,
     STORE_NAME,
-    SplitWriter,
     TokenStore,
     Totals,
     absolute_folder,
     files_fingerprint,
-    repeated_name,
+    read_info,
     short,
     token_dtype,
+    version_name,
+    write_files,
     write_info,
 )
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
@@ -68,6 +71,20 @@ class Written:
     """The number of documents of which decoding their tokens does not give the text."""
 
 
+class Work(NamedTuple):
+    """A version of a token store that has to be written, and from what."""
+
+    folder: AnyPath
+    """That of the token store, or that in it of its next version."""
+    earlier: TokenStore | None
+    """The version before; None: this is the first."""
+    files: Sequence[SourceFile]
+    """The files of the source whose documents are written."""
+    config: SourceConfig
+    source: Source
+    vocabulary: VocabularyConfig
+
+
 def prepare(
     source: SourceConfig,
     vocabulary: VocabularyConfig,
@@ -78,9 +95,10 @@ def prepare(
 ) -> TokenStore:
     """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
-    A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. A store
-    for an object store is made in the user's cache directory, where this machine's trainings look for a copy, and then
-    copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error.
+    A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. Where
+    the source has all documents of the store and others, these are added as its next version, in the same vocabulary.
+    A store for an object store is made in the user's cache directory, where this machine's trainings look for a copy,
+    and then copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
@@ -92,15 +110,17 @@ def prepare(
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
     if is_remote(folder):
-        place, local = any_path(folder), cache_folder("prepared") / quote(os.fspath(folder), safe="")
+        place, local = any_path(folder), _prepared(folder)
         try:
-            if local.exists() or not _reuse(place, source, opened, vocabulary, console):
-                made = prepare(source, vocabulary, local, num_workers, for_training=for_training)
-                console.print(f"copying the token store to {place}")
-                copy_folder(epath.Path(local), place, last=STORE_NAME)
-                copy = cache_folder("stores") / made.fingerprint
-                copy.parent.mkdir(exist_ok=True)
-                shutil.rmtree(local) if copy.exists() else local.rename(copy)
+            work = None if local.exists() else _work(place, source, opened, vocabulary, console)
+            if work and work.earlier:
+                added = _prepared(work.folder)
+                shutil.rmtree(added, ignore_errors=True)
+                _write_version(added, work, num_workers, for_training, console)
+                _upload(added, work.folder, console)
+            elif work or local.exists():
+                prepare(source, vocabulary, local, num_workers, for_training=for_training)
+                _upload(local, place, console)
             return TokenStore(place)
         except refusals() as error:
             raise UserError(
@@ -109,36 +129,63 @@ def prepare(
     folder, parts = _places(folder)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
-        if not _reuse(folder, source, opened, vocabulary, console):
-            contents = source_fingerprint(source, opened)
-            with whole_folder(folder) as incomplete:
-                if (parts / PARTS_NAME).exists():
-                    encoder, written = _join(incomplete, parts, _identity(source, opened, vocabulary))
-                else:
-                    opened = fill_splits(source, opened)
-                    encoder = _make_vocabulary(source, opened, vocabulary, console)
-                    encoder.save(incomplete)
-                    written = _write(incomplete, incomplete, source, opened, num_workers, console)
-                _check_store(incomplete, source, opened, written, for_training)
-                write_info(
-                    incomplete,
-                    fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint]),
-                    source=contents,
-                    source_settings=source.settings_fingerprint,
-                    settings={"source": source.settings, "vocabulary": vocabulary.settings},
-                    folder=absolute_folder(source) or opened.place,
-                    files=files_fingerprint(opened),
-                    vocabulary=encoder.fingerprint,
-                    vocabulary_settings=vocabulary.settings_fingerprint,
-                    dtype=token_dtype(encoder.size),
-                    **vars(written),
-                )
+        if work := _work(folder, source, opened, vocabulary, console):
+            _write_version(Path(work.folder), work, num_workers, for_training, console, parts)
             shutil.rmtree(parts, ignore_errors=True)
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
         console.print(warning, style="yellow")
     _print_table(store, console)
     return store
+
+
+def _prepared(place: epath.PathLike) -> Path:
+    """The folder in which what is for an object store is made."""
+    return cache_folder("prepared") / quote(os.fspath(place), safe="")
+
+
+def _upload(local: Path, place: AnyPath, console: Console) -> None:
+    """Copies a version of a token store to an object store, and keeps it as this machine's copy."""
+    console.print(f"copying the token store to {place}")
+    copy_folder(epath.Path(local), epath.Path(place), last=STORE_NAME)
+    copy = cache_folder("stores") / read_info(local).fingerprint
+    copy.parent.mkdir(exist_ok=True)
+    shutil.rmtree(local) if copy.exists() else local.rename(copy)
+
+
+def _write_version(
+    folder: Path, work: Work, num_workers: int, for_training: bool, console: Console, parts: Path | None = None
+) -> None:
+    """Writes the first version of a token store, joining its `parts` if there are any, or what a further one adds."""
+    config, source, earlier = work.config, work.source, work.earlier
+    with whole_folder(folder) as incomplete:
+        if earlier:
+            encoder, before = earlier.vocabulary, [earlier.fingerprint]
+            written = _write(incomplete, earlier.folder, config, source.only(work.files), num_workers, console)
+        elif parts and (parts / PARTS_NAME).exists():
+            (encoder, written), before = _join(incomplete, parts, work), []
+        else:
+            filled, before = fill_splits(config, source), []
+            encoder = _make_vocabulary(config, filled, work.vocabulary, console)
+            encoder.save(incomplete)
+            written = _write(incomplete, incomplete, config, filled, num_workers, console)
+        _check_store(incomplete, work, written, for_training)
+        contents = source_fingerprint(config, source)
+        write_files(incomplete, source, work.files)
+        write_info(
+            incomplete,
+            fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint, *before]),
+            source=contents,
+            source_settings=config.settings_fingerprint,
+            settings={"source": config.settings, "vocabulary": work.vocabulary.settings},
+            folder=absolute_folder(config) or source.place,
+            files=files_fingerprint(source),
+            by_share=source.by_share,
+            vocabulary=encoder.fingerprint,
+            vocabulary_settings=work.vocabulary.settings_fingerprint,
+            dtype=token_dtype(encoder.size),
+            **vars(written),
+        )
 
 
 def prepare_part(
@@ -164,8 +211,11 @@ def prepare_part(
     folder, parts = _places(folder)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
-    if _reuse(folder, source, opened, vocabulary, console):
+    work = _work(folder, source, opened, vocabulary, console)
+    if work is None:
         return
+    if work.earlier:
+        raise UserError(f"--part makes parts of a new token store alone: the same command without it adds to {folder}")
     identity = _identity(source, opened, vocabulary) | {"parts": number}
     opened = fill_splits(source, opened)
     with locked(parts / ".lock"):
@@ -184,7 +234,7 @@ def prepare_part(
         with whole_folder(part_folder) as incomplete:
             documents = opened.part(part - 1, number)
             written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers, console)
-            write_json(incomplete / PART_NAME, asdict(written))
+            write_json(incomplete / PART_NAME, asdict(written) | {"contents": documents.contents})
     console.print(f"part {part}/{number} is in {part_folder}")
 
 
@@ -194,23 +244,27 @@ def _places(folder: epath.PathLike) -> tuple[Path, Path]:
     return folder, folder.with_name(f"{folder.name}.parts")
 
 
-def _reuse(
-    folder: AnyPath, source: SourceConfig, opened: Source, vocabulary: VocabularyConfig, console: Console
-) -> bool:
-    """Whether the token store of these documents and settings is in a folder; otherwise the folder is empty."""
+def _work(
+    folder: AnyPath, config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
+) -> Work | None:
+    """What is not yet in the token store of these documents and settings in a folder; None: it has all documents."""
     if not folder.exists() or not any(folder.iterdir()):
-        return False
+        return Work(folder, None, source.files, config, source, vocabulary)
     if not (folder / STORE_NAME).exists():
         raise UserError(f"{folder} is neither empty nor a token store: choose another --store")
     store = TokenStore(folder)
-    store.check_settings(source, vocabulary)
-    # Documents without a folder to look at, such as another Python's, differ in their contents alone.
-    if files_fingerprint(opened) != store.info.files:
-        contents = source_fingerprint(source, opened)
+    added = store.check_settings(config, vocabulary, source)
+    # Documents without a folder, such as another Python's, can't be looked at without being opened.
+    if not config.folder and (added := store.added_files(config, source)) is None:
         way_out = "delete the token store, or choose another --store"
+        contents = source_fingerprint(config, source)
         check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
-    console.print(f"reusing the token store {folder}")
-    return True
+    if not added:
+        console.print(f"reusing the token store {folder}")
+        return None
+    version = version_name(store.version + 1)
+    console.print(f"adding to the token store {folder}, as {version}, in its vocabulary: {len(added)} new files")
+    return Work(folder / version, store, added, config, source, vocabulary)
 
 
 def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
@@ -227,9 +281,9 @@ def _check_parts(parts: Path, identity: dict[str, object]) -> int:
     return saved["parts"]
 
 
-def _join(folder: Path, parts: Path, identity: dict[str, object]) -> tuple[Vocabulary, Written]:
+def _join(folder: Path, parts: Path, work: Work) -> tuple[Vocabulary, Written]:
     """Writes the splits of all parts, one part after the other, and their vocabulary."""
-    number = _check_parts(parts, identity)
+    number = _check_parts(parts, _identity(work.config, work.source, work.vocabulary))
     if missing := [f"{i}/{number}" for i in range(1, number + 1) if not (parts / str(i)).exists()]:
         raise UserError(
             f"{len(missing)} of the {number} parts in {parts} are not there: make them with --part={missing[0]}"
@@ -244,6 +298,7 @@ def _join(folder: Path, parts: Path, identity: dict[str, object]) -> tuple[Vocab
             writer.append(parts / str(i) / split, Totals(**part["splits"][split]))
         skipped += part["skipped"]
         changed += part["changed"]
+        work.source.contents.update(part["contents"])
     return vocabulary, Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
@@ -254,8 +309,7 @@ def _make_vocabulary(
         return vocabulary.make()
 
     def texts() -> Iterator[str]:
-        documents = map(read, source.references())
-        documents = _with_progress(documents, source, console, "reading documents for the vocabulary")
+        documents = _with_progress(read_all(source), source, console, "reading documents for the vocabulary")
         for document in _good(documents, config, [], console):
             if document.split == "train":
                 yield document.text
@@ -300,7 +354,7 @@ def _with_progress(results: Iterator[Result], source: Source, console: Console, 
 
 
 def _write(
-    folder: Path, vocabulary: Path, config: SourceConfig, source: Source, num_workers: int, console: Console
+    folder: Path, vocabulary: AnyPath, config: SourceConfig, source: Source, num_workers: int, console: Console
 ) -> Written:
     """Writes all documents in order, with the saved vocabulary.
 
@@ -315,19 +369,25 @@ def _write(
             writers[document.split].write(document.name, document.tokens, *sizes, document.unscored)
             changed += not document.restored
             skipped += document.skipped
+            source.contents.update(document.contents)
     return Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
-def _check_store(folder: Path, config: SourceConfig, source: Source, written: Written, for_training: bool) -> None:
+def _check_store(folder: Path, work: Work, written: Written, for_training: bool) -> None:
     """Raises a UserError if two documents of a split have one name, or if documents are missing: those that the config
     names, or documents for training."""
-    for split in SPLITS:
-        if (repeated := repeated_name(folder / split)) is not None:
+    config, source, earlier = work.config, work.source, work.earlier.folders if work.earlier else []
+    # `fill_splits` may have taken a document out of its split, where the same document must not come again.
+    for splits in [SPLITS] if earlier and source.by_share else [(split,) for split in SPLITS]:
+        if (repeated := repeated_name(place / split for place in (*earlier, folder) for split in splits)) is not None:
             name, first, second = repeated
             raise UserError(
-                f"documents {first} and {second} of {split} are both named {name!r}, and a name must be unique in its "
-                "split: rename one of them, or name another field in RecordsSourceConfig.name_field ('': numbers)"
+                f"documents {first} and {second} of {', '.join(splits)} are both named {name!r}, and a name must be "
+                "unique in its split: rename one of them, or name another field in RecordsSourceConfig.name_field ('': "
+                "numbers)"
             )
+    if earlier:
+        return
     left_out = f"{len(written.skipped)} were left out"
     if config.listed:
         names = [(folder / split / NAMES_NAME).read_bytes() for split in ("validation", "test")]

@@ -3,14 +3,15 @@ Datasets."""
 
 import functools
 import gzip
+import hashlib
 import io
 import itertools
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 
@@ -113,11 +114,13 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
             copy = root / min(copies)
             raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
         by_share = not names_assign(splits)
-        contents = tuple(SourceFile(file, root / file, files[file]) for file in files)
+        contents = tuple(SourceFile(file, root / file, files[file], i) for i, file in enumerate(files))
         num_documents = self.count([file.path for file in contents]) if files else 0
         found_in = {} if by_share else splits
-        shards = tuple(partial(self._references, file, path, found_in.get(file)) for file, path, _ in contents)
-        return Source(shards, num_documents, contents, by_share and not self.listed, passed_over, str(root))
+        hashes: dict[str, str] = {}
+        shards = tuple(partial(self._references, file, path, found_in.get(file), hashes) for file, path, *_ in contents)
+        dealt = by_share and not self.listed
+        return Source(shards, num_documents, contents, dealt, passed_over, str(root), contents=hashes)
 
     def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
         """The folder, its files by their sorted paths below it, the split that each is named after (`named_splits`),
@@ -131,10 +134,10 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
             files, passed_over = list_files(root, suffixes, self.exclude)
         return root, files, named_splits(self, root, files, splits_of_path), passed_over
 
-    def _references(self, file: str, path: AnyPath, split: str | None) -> Iterator[Reference]:
+    def _references(self, file: str, path: AnyPath, split: str | None, hashes: dict[str, str]) -> Iterator[Reference]:
         number = 0
         try:
-            for number, record in enumerate(self.records(path), 1):
+            for number, record in enumerate(self.records(path, partial(hashes.__setitem__, file)), 1):
                 if record:
                     # The record itself: a compressed file cannot be read from the middle.
                     yield partial(self.read, record, f"{file}:{number}", split)
@@ -149,8 +152,9 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         """The number of documents; None if counting them means reading everything."""
         return None
 
-    def records(self, path: AnyPath) -> Iterator[Any]:
-        """The argument of `read` for each record of a file; something false where a record is left out."""
+    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[Any]:
+        """The argument of `read` for each record of a file; something false where a record is left out. A file that was
+        read from its beginning to its end is `hashed` (SHA-256 of its content)."""
         raise NotImplementedError
 
     def damage(self) -> tuple[type[Exception], ...]:
@@ -173,12 +177,15 @@ class JsonLinesSource(RecordFilesSourceConfig):
     )  # fmt: skip
     unreadable = "cannot be decompressed"
 
-    def records(self, path: AnyPath) -> Iterator[bytes]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[bytes]:
         zstd_open = partial(zstd.open, options=LARGEST_WINDOW)
         plain = partial(io.BufferedReader, buffer_size=READ_BYTES)
         open_file: Any = {".gz": gzip.open, ".zst": zstd_open}.get(path.suffix, plain)
-        with path.open("rb") as raw, open_file(raw) as file:
+        with path.open("rb") as raw, open_file(content := _Hashed(raw)) as file:
             yield from (b"" if line.isspace() else line for line in file)
+            while content.read(READ_BYTES):
+                pass  # behind what is compressed
+            hashed(content.hash.hexdigest())
 
     def damage(self) -> tuple[type[Exception], ...]:
         return EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError
@@ -193,6 +200,21 @@ class JsonLinesSource(RecordFilesSourceConfig):
         if not isinstance(parsed, dict):
             raise RecordError(f"{place} is not a JSON object but {type(parsed).__name__}")
         return self.document(parsed, place, found_in)
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is read once, from its beginning, with SHA-256 of what was read."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self.hash = file, hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self.hash.update(memoryview(buffer)[:size])
+        return size
 
 
 @SOURCES.register("parquet")
@@ -216,7 +238,7 @@ class ParquetSource(RecordFilesSourceConfig):
             return None
         return number
 
-    def records(self, path: AnyPath) -> Iterator[dict[str, Any]]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
 
         with path.open("rb") as raw:
@@ -273,7 +295,7 @@ class TfdsSource(RecordsSourceConfig):
             raise UserError(f"{root} has a split {unknown[0]!r}; the splits that can be read are {', '.join(SPLITS)}")
         sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
         # The info names the version, the splits, and every file's number of examples; a version's files never change.
-        contents = (SourceFile(info.full_name, root / INFO_NAME, version(root / INFO_NAME)),)
+        contents = (SourceFile(info.full_name, root / INFO_NAME, version(root / INFO_NAME), 0),)
         held_out = self.splits_by_name and not {"validation", "test"}.isdisjoint(sizes)
         by_share = not held_out and not self.listed
         references = partial(self._references, str(root), sizes, held_out)

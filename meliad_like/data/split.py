@@ -1,7 +1,7 @@
 """Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -107,9 +107,8 @@ class Documents:
         return Documents(names, *columns, read, np.zeros(1, np.int64), free=self.free, scored=scored)
 
     @staticmethod
-    def joined(parts: Mapping[str, "Documents"]) -> "Documents":
-        """The documents of several collections, one collection after the other, with names such as `part/name`."""
-        members = list(parts.values())
+    def joined(members: Sequence["Documents"], prefixes: Sequence[str] = ()) -> "Documents":
+        """The documents of several collections, one collection after the other; each may have a prefix of its names."""
         begins = np.cumsum([0, *map(len, members)])
 
         def place(document: int) -> tuple[int, int]:
@@ -118,7 +117,7 @@ class Documents:
 
         def name_of(document: int) -> str:
             part, index = place(document)
-            return f"{list(parts)[part]}/{members[part].names[index]}"
+            return (prefixes[part] if prefixes else "") + members[part].names[index]
 
         def read(document: int, start: int, stop: int) -> np.ndarray:
             part, index = place(document)

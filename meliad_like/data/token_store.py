@@ -7,17 +7,24 @@
     train/names.txt       names of the documents, each with a newline, in UTF-8
     train/unscored.npy    if there are any, ranges of tokens that cost no loss: int64[2, ranges], begins and ends
     validation/, test/    the same
+    files.json            the files of the documents: name -> [size, time of the last change, SHA-256]
+    version-2/ ...        all of these but the vocabulary, of documents that were added later
+
+A store grows by versions: each has the documents of the one before, with the same numbers, and then those that were
+added. A run reads the version that it began with.
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
 when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
 """
 
+import functools
 import hashlib
-import shutil
+import itertools
+import json
+import operator
 import sys
-from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,13 +33,19 @@ import numpy as np
 from etils import epath
 
 from meliad_like.caches import cache_folder
-from meliad_like.data.documents import Source, SourceConfig, open_source, source_fingerprint
+from meliad_like.data.documents import (
+    Source,
+    SourceConfig,
+    SourceFile,
+    open_source,
+    read_contents,
+    source_fingerprint,
+)
 from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import (
-    CHUNK_BYTES,
     Version,
     absolute,
     any_path,
@@ -41,11 +54,12 @@ from meliad_like.remote import (
     one_line,
     size_of,
     version,
+    write_whole,
 )
-from meliad_like.resumable import describe_differences, locked, read_json, whole_folder, write_json
+from meliad_like.resumable import describe_differences, locked, read_json, read_object, whole_folder, write_json
 
 FORMAT_VERSION = 5
-STORE_NAME = "store.json"
+STORE_NAME, FILES_NAME = "store.json", "files.json"
 TOKENS_NAME, DOCUMENTS_NAME, NAMES_NAME, UNSCORED_NAME = "tokens.bin", "documents.npy", "names.txt", "unscored.npy"
 
 
@@ -67,6 +81,10 @@ class Totals:
     """The number of tokens that cost no loss because of their place (`Document.unscored`)."""
     unscored_firsts: int = 0
     """The number of documents of which the first token is one of these."""
+
+    def __add__(self, other: "Totals") -> "Totals":
+        """The sums over both; checksums follow one another."""
+        return Totals(*map(operator.add, astuple(self), astuple(other)))
 
     def size(self, dtype: str) -> int:
         """The number of bytes of `TOKENS_NAME`, with tokens of this type."""
@@ -100,11 +118,13 @@ class StoreInfo:
     """The number of documents of which decoding does not give the text."""
     settings: dict[str, Any]
     """The settings of the source and of the vocabulary, which messages compare."""
+    by_share: bool | None = None
+    """`Source.by_share`; None: an older store doesn't know."""
 
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    return fingerprint([(name, *(version[:2] if version else ())) for name, _, version in source.files])
+    return fingerprint([(file.name, *(file.version[:2] if file.version else ())) for file in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
@@ -120,8 +140,11 @@ def short(fingerprint: str) -> str:
 class TokenStore:
     """A token store, as `prepare` writes it."""
 
-    def __init__(self, folder: epath.PathLike):
+    def __init__(self, folder: epath.PathLike, version: int | None = None):
         """Opens a store, in a local folder or in an object store.
+
+        Args:
+          version: from 1; None: the newest.
 
         Raises:
           UserError: there is no store, it was written by another version, or a file is damaged.
@@ -132,10 +155,28 @@ class TokenStore:
                 "or bind ReaderConfig.store"
             )
         self.folder = any_path(folder)
-        self.info = read_info(self.folder)
+        infos = [read_info(self.folder)]
+        while ((added := self.folder / version_name(len(infos) + 1)) / STORE_NAME).exists():
+            infos.append(read_info(added))
+        self.newest, self.infos = len(infos), infos[:version]
+        self.version = len(self.infos)
+        self.info = _summed(self.infos)
         self._opened: dict[epath.Path, Version] = {}
-        for split in self.info.splits:
-            self._check_size(self.folder / split, split, f"delete {self.folder} and prepare it again")
+        for place, info in zip(self.folders, self.infos, strict=True):
+            for split in info.splits:
+                _check_size(place / split, split, info, f"delete {self.folder} and prepare it again")
+
+    @property
+    def folders(self) -> list[epath.Path]:
+        """The folder of the documents of each version that were not in the version before."""
+        return [self.folder, *(self.folder / version_name(i) for i in range(2, self.version + 1))]
+
+    def read_by(self, fingerprints: Collection[str]) -> "TokenStore":
+        """The version that has one of these fingerprints; this one if there is none."""
+        for i, info in enumerate(self.infos, 1):
+            if info.fingerprint in fingerprints and i < self.version:
+                return TokenStore(self.folder, i)
+        return self
 
     @property
     def fingerprint(self) -> str:
@@ -174,9 +215,18 @@ class TokenStore:
                 "prepare another store, named by ReaderConfig.store, with larger SourceConfig.validation_share or "
                 "test_share"
             )
-        folder = self._local_copy(name) if is_remote(self.folder) else self.folder / name
+        members = [
+            self._documents(name, folder, info)
+            for folder, info in zip(self.folders, self.infos, strict=True)
+            if info.splits[name].documents
+        ]
+        return members[0] if len(members) == 1 else Documents.joined(members)
+
+    def _documents(self, name: str, place: epath.Path, info: StoreInfo) -> Documents:
+        """The documents of a split that are in the folder of a version."""
+        folder = self._local_copy(name, place, info) if is_remote(self.folder) else place / name
         self._opened.setdefault(folder / TOKENS_NAME, version(folder / TOKENS_NAME))
-        if _checksum(Path(folder)) != self.info.splits[name].checksum:
+        if checksum(Path(folder)) != info.splits[name].checksum:
             raise UserError(f"{folder / DOCUMENTS_NAME} or {NAMES_NAME} is damaged or missing: prepare the store again")
         lengths, num_bytes, num_words, ends_of_names = np.asarray(np.load(folder / DOCUMENTS_NAME, mmap_mode="r"))
         if self.vocabulary.free:
@@ -208,33 +258,28 @@ class TokenStore:
 
         names, indices = Names(len(lengths), name_of), np.arange(len(lengths))
         columns = (names, lengths, num_bytes, num_words, read, indices)
-        if not self.info.splits[name].unscored:
+        if not info.splits[name].unscored:
             return Documents(*columns, free=self.vocabulary.free)
         unscored = np.load(folder / UNSCORED_NAME, mmap_mode="r")
         return Documents(*columns, free=self.vocabulary.free, scored=scored)
 
-    def _local_copy(self, split: str) -> epath.Path:
+    def _local_copy(self, split: str, place: epath.Path, info: StoreInfo) -> epath.Path:
         """The folder of a copy of a split in an object store, made once for all processes of this machine."""
         # A store that was prepared again gets its own copy.
-        copy = cache_folder("stores") / self.fingerprint / split
+        copy = cache_folder("stores") / info.fingerprint / split
         with locked(copy.parent / f".{split}.lock"):
             if not copy.exists():
-                print(f"copying {self.folder / split} to {copy}", file=sys.stderr)
+                print(f"copying {place / split} to {copy}", file=sys.stderr)
                 try:
                     with whole_folder(copy) as incomplete:
-                        copy_folder(self.folder / split, epath.Path(incomplete))
+                        copy_folder(place / split, epath.Path(incomplete))
                 except refusals() as error:
                     raise UserError(
-                        f"{self.folder / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
+                        f"{place / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
                         "tries it again"
                     ) from error
-            self._check_size(epath.Path(copy), split, f"delete {copy}, a copy")
+            _check_size(epath.Path(copy), split, info, f"delete {copy}, a copy")
         return epath.Path(copy)
-
-    def _check_size(self, folder: epath.Path, split: str, way_out: str) -> None:
-        expected = self.info.splits[split].size(self.info.dtype)
-        if (size := size_of(folder / TOKENS_NAME)) != expected:
-            raise UserError(f"{folder / TOKENS_NAME} has {size} bytes and should have {expected}: {way_out}")
 
     def check_unchanged(self) -> None:
         """Raises a UserError if a file of tokens was changed after it was opened."""
@@ -242,8 +287,10 @@ class TokenStore:
             if not path.exists() or version(path) != opened:
                 raise UserError(f"{path} was changed while it was read: prepare {self.folder} again, or bring it back")
 
-    def check_settings(self, source: SourceConfig, vocabulary: VocabularyConfig) -> None:
-        """Raises a UserError if the store was made with other settings, or from other documents."""
+    def check_settings(
+        self, source: SourceConfig, vocabulary: VocabularyConfig, opened: Source | None = None
+    ) -> list[SourceFile]:
+        """The same as `check_documents`. Raises a UserError also if the store was made with other settings."""
         for name, config in ("source", source), ("vocabulary", vocabulary):
             if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
                 differing = describe_differences({name: self.info.settings[name]}, {name: config.settings})
@@ -253,12 +300,13 @@ class TokenStore:
                     f"{differing}; correct the settings, or prepare another store, named by ReaderConfig.store, or "
                     "delete this one and make it again",
                 )
-        self.check_documents(source)
+        return self.check_documents(source, opened)
 
-    def check_documents(self, source: SourceConfig) -> None:
-        """Raises a UserError if the store was made from other documents than the source's.
+    def check_documents(self, source: SourceConfig, opened: Source | None = None) -> list[SourceFile]:
+        """The files of the source that it did not have when the store was made, whose documents `prepare` adds.
 
-        A folder that was moved is the same one, and it may be missing on machines that only have the store.
+        Raises a UserError if the store was made from other documents. A folder that was moved is the same one, and it
+        may be missing on machines that only have the store.
         """
         folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
         try:
@@ -266,19 +314,50 @@ class TokenStore:
         except refusals():  # This machine may have no access to the documents.
             is_there = False
         if not folder or (same_folder and not is_there):
-            return
+            return []
         if not is_there:
             change = f"and FolderSourceConfig.folder = {folder!r} does not exist"
         else:
-            opened = open_source(source)
-            if files_fingerprint(opened) == self.info.files or source_fingerprint(source, opened) == self.info.source:
-                return
+            opened = opened or open_source(source)
+            if (added := self.added_files(source, opened)) is not None:
+                return added
             change = "which have changed since" if same_folder else f"and those in {folder} are others"
         raise UserError(
             f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: name the "
             "documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
             "FolderSourceConfig.folder = '' reads the store without its documents"
         )
+
+    def added_files(self, config: SourceConfig, source: Source) -> list[SourceFile] | None:
+        """The files of a source that it did not have when the store was made; None if others have changed since.
+
+        The contents of the other files are then those of the source, so that nobody reads them again.
+        """
+        if files_fingerprint(source) == self.info.files:
+            return []
+        if not all((folder / FILES_NAME).exists() for folder in self.folders):  # an older store
+            return [] if source_fingerprint(config, source) == self.info.source else None
+        saved: dict[str, list] = {}
+        for folder in self.folders:
+            saved |= read_object(folder / FILES_NAME)
+        old = [file for file in source.files if file.name in saved]
+        touched = [file for file in old if saved[file.name][:2] != list(file.version[:2] if file.version else ())]
+        read_contents(source, (file for file in touched if file.name not in source.contents))
+        changed = [file for file in touched if saved[file.name][2] != source.contents[file.name]]
+        added = [file for file in source.files if file.name not in saved]
+        grown = {file.shard for file in added}
+        if (
+            any(file.shard is not None for file in changed)
+            # A document has another file, files are missing, or documents are dealt in another way.
+            or any(file.shard in grown for file in old)
+            or len(old) < len(saved)
+            or (added and source.by_share != self.info.by_share)
+            # Without new documents, the descriptions of the old ones have changed.
+            or (changed and not added)
+        ):
+            return None
+        source.contents.update((file.name, saved[file.name][2]) for file in old if file not in changed)
+        return added + changed
 
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""
@@ -308,7 +387,28 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     return StoreInfo(**saved | {"splits": splits})
 
 
-def _checksum(folder: Path) -> str:
+def version_name(version: int) -> str:
+    """The name of the folder of what a version adds, in that of the store."""
+    return f"version-{version}"
+
+
+def _summed(infos: Sequence[StoreInfo]) -> StoreInfo:
+    """The newest of these versions, with the sums over all of them."""
+    splits = {
+        split: functools.reduce(operator.add, (info.splits[split] for info in infos)) for split in infos[0].splits
+    }
+    skipped = list(itertools.chain.from_iterable(info.skipped for info in infos))
+    changed = sum(info.changed for info in infos)
+    return replace(infos[-1], splits=splits, skipped=skipped, changed=changed)
+
+
+def _check_size(folder: epath.Path, split: str, info: StoreInfo, way_out: str) -> None:
+    expected = info.splits[split].size(info.dtype)
+    if (size := size_of(folder / TOKENS_NAME)) != expected:
+        raise UserError(f"{folder / TOKENS_NAME} has {size} bytes and should have {expected}: {way_out}")
+
+
+def checksum(folder: Path) -> str:
     """SHA-256 of the files about a split's documents; "" where one is missing."""
     digest = hashlib.sha256()
     try:
@@ -320,95 +420,15 @@ def _checksum(folder: Path) -> str:
     return digest.hexdigest()
 
 
-class SplitWriter:
-    """Appends documents to a split. It keeps four numbers per document and two per range of tokens that cost no loss in
-    memory, but no names and no tokens."""
-
-    def __init__(self, folder: Path, vocabulary: Vocabulary):
-        folder.mkdir(parents=True)
-        self._folder = folder
-        self._end_of_document, self._dtype = vocabulary.end_of_document, token_dtype(vocabulary.size)
-        self._columns, self._unscored = [array("q") for _ in range(4)], [array("q") for _ in range(2)]
-        self._tokens, self._names = (folder / TOKENS_NAME).open("wb"), (folder / NAMES_NAME).open("wb")
-
-    def write(
-        self,
-        name: str,
-        tokens: np.ndarray,
-        num_bytes: int,
-        num_words: int,
-        unscored: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """Appends a document; `tokens` is int32[n] without the end of the document, `unscored` are ranges of them."""
-        begin = self._num_tokens
-        for ends, column in zip(zip(*unscored, strict=True), self._unscored):
-            column.extend(begin + end for end in ends)
-        self._tokens.write(tokens.astype(self._dtype, copy=False).data)
-        self._tokens.write(np.array([self._end_of_document], self._dtype).data)
-        # Half of a surrogate pair can come from JSON.
-        self._names.write(name.encode(errors="surrogatepass") + b"\n")
-        for column, value in zip(
-            self._columns, (tokens.size + 1, num_bytes, num_words, self._names.tell()), strict=True
-        ):
-            column.append(value)
-
-    @property
-    def _num_tokens(self) -> int:
-        return self._tokens.tell() // np.dtype(self._dtype).itemsize
-
-    def append(self, folder: Path, totals: Totals) -> None:
-        """Appends all documents of another split. Raises a UserError if it is damaged."""
-        num_bytes = size_of(epath.Path(folder / TOKENS_NAME))
-        if _checksum(folder) != totals.checksum or num_bytes != totals.size(self._dtype):
-            raise UserError(f"{folder} is damaged: delete {folder.parent} and make it again")
-        columns = np.load(folder / DOCUMENTS_NAME)
-        columns[3] += self._names.tell()
-        for column, values in zip(self._columns, columns, strict=True):
-            column.frombytes(values.tobytes())
-        if totals.unscored:
-            for column, values in zip(self._unscored, np.load(folder / UNSCORED_NAME) + self._num_tokens, strict=True):
-                column.frombytes(values.tobytes())
-        for name, target in ((TOKENS_NAME, self._tokens), (NAMES_NAME, self._names)):
-            with (folder / name).open("rb") as file:
-                shutil.copyfileobj(file, target, CHUNK_BYTES)
-
-    def close(self) -> Totals:
-        """Writes the numbers of all documents, and returns their sums."""
-        self._tokens.close()
-        self._names.close()
-        columns = np.array(self._columns)
-        np.save(self._folder / DOCUMENTS_NAME, columns)
-        sums, unscored = columns[:3].sum(axis=1).tolist(), np.array(self._unscored)
-        if unscored.size:
-            np.save(self._folder / UNSCORED_NAME, unscored)
-        firsts = int(np.isin(np.cumsum(columns[0]) - columns[0], unscored[0]).sum())
-        counts = {"unscored": int((unscored[1] - unscored[0]).sum()), "unscored_firsts": firsts}
-        return Totals(columns.shape[1], *sums, checksum=_checksum(self._folder), **counts)
-
-
-def repeated_name(folder: Path) -> tuple[str, int, int] | None:
-    """A name that two documents of a split have, with their numbers in it, from 1; None if all names differ."""
-    ends = np.load(folder / DOCUMENTS_NAME)[3].tolist()
-    with (folder / NAMES_NAME).open("rb") as file:
-
-        def name(document: int) -> bytes:
-            begin = ends[document - 1] if document else 0
-            file.seek(begin)
-            return file.read(ends[document] - begin)
-
-        # A collection may have more names than fit into memory.
-        hashes = np.fromiter((hash(name(document)) for document in range(len(ends))), np.int64, len(ends))
-        order = np.argsort(hashes, kind="stable")
-        for place in np.flatnonzero(np.diff(hashes[order]) == 0).tolist():
-            first, second = order[place : place + 2].tolist()
-            if name(first) == name(second):
-                return name(first)[:-1].decode(errors="surrogatepass"), first + 1, second + 1
-    return None
-
-
 def token_dtype(vocabulary_size: int) -> str:
     """The smallest type on disk that can represent every id."""
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
+
+
+def write_files(target: Path, source: Source, files: Iterable[SourceFile]) -> None:
+    """Writes `files.json`, of these files of a source whose contents are known."""
+    saved = {file.name: [*(file.version or (None, None))[:2], source.contents[file.name]] for file in files}
+    write_whole(target / FILES_NAME, json.dumps(saved))
 
 
 def write_info(target: Path, **fields: Any) -> None:

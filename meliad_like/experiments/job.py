@@ -19,9 +19,10 @@ from meliad_like.experiments.tables import Row, Settings
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.resumable import locked, write_json
-from meliad_like.run.opening import open_checkpoint
+from meliad_like.run.opening import open_checkpoint, stores_read
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
+from meliad_like.training.checkpoints import first_metadata
 from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
 from meliad_like.training.metrics import read_rows
 
@@ -68,6 +69,7 @@ class Job(NamedTuple):
             store.split(split)
             if status := train(run, self.workdir, self.settings.load_dir or None, mesh=mesh):
                 return status
+            store = store.read_by(stores_read(first_metadata(epath.Path(self.workdir) / "checkpoints")))
             figures = self._evaluate(store, mesh)
             finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
             earlier = read_result(self.settings.folder, self.row, self.seed)
@@ -77,7 +79,7 @@ class Job(NamedTuple):
                 "device": device_name(),
                 "seconds": time.perf_counter() - began,
                 "logged_tokens_per_second": _logged_speed(self.workdir),
-                "splits": splits | {split: finite | {"max_tokens": self.max_tokens}},
+                "splits": splits | {split: finite | {"max_tokens": self.max_tokens, "store": store.fingerprint}},
             }
             write_json(self._result_file, result)
         return 0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from meliad_like.errors import UserError
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Grid, Row, Table, read_csv
 from meliad_like.resumable import read_json
@@ -109,6 +110,8 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
     places = [(row, seed) for seed in seeds for row in table.rows]
     figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
     figures = {place: figures for place, figures in figures.items() if figures}
+    if len({store for each in figures.values() if (store := each.pop("store", None))}) > 1:
+        raise UserError(f"rows in {folder} have read different versions of a token store: train all of them with one")
     runs = pd.DataFrame(list(figures.values()), index=pd.MultiIndex.from_tuples(figures, names=["row", "seed"]))
     if not runs.empty:
         values = runs[table.compared].astype(float)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.model import Model
-from meliad_like.registry import Registry
+from meliad_like.registry import Registry, fingerprint
 from meliad_like.remote import any_path, flush_all, from_hub, is_remote, local_files, written_locally
 from meliad_like.training.checkpoints import MANIFEST, Checkpoints
 
@@ -40,6 +40,8 @@ class OpenedCheckpoint(NamedTuple):
     params: Any
     vocabulary: Vocabulary
     step: int
+    stores: Sequence[str] = ()
+    """The fingerprints of the token stores that it was trained with, if they are known."""
 
     @property
     def mesh(self) -> Mesh:
@@ -48,15 +50,22 @@ class OpenedCheckpoint(NamedTuple):
 
 
 def checkpoint_metadata(
-    run: RunConfig, vocabulary: Vocabulary, step: int, store_fingerprint: str | None
+    run: RunConfig, vocabulary: Vocabulary, step: int, stores: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The metadata of a checkpoint; `store_fingerprint` is None where the documents are not known."""
+    """The metadata of a checkpoint; `stores` are fingerprints, None where the documents are not known."""
     return {
         "config": bound_values(run),
         "vocabulary_fingerprint": vocabulary.fingerprint,
-        "store_fingerprint": store_fingerprint,
+        "store_fingerprint": stores and (stores[0] if len(stores) == 1 else fingerprint(list(stores))),
+        "stores": stores and list(stores),
         "step": step,
     }
+
+
+def stores_read(metadata: Mapping[str, Any]) -> list[str]:
+    """The fingerprints of the token stores that the run of a checkpoint with this metadata has read, if any."""
+    # Checkpoints of before have the fingerprint alone.
+    return metadata.get("stores") or [known] if (known := metadata.get("store_fingerprint")) else []
 
 
 def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
@@ -130,7 +139,7 @@ def open_checkpoint(
             shardings = parameter_shardings(mesh, model.axes, model.abstract_params)
         sharded = jax.tree.map(lambda x, where: x.update(sharding=where), model.abstract_params_in(dtype), shardings)
         params, _ = checkpoints.restore_params(sharded, metadata["step"])
-    return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"])
+    return OpenedCheckpoint(run, model, params, vocabulary, metadata["step"], stores_read(metadata))
 
 
 def config_for_training(folder: epath.PathLike, changes: Changes) -> RunConfig:
@@ -216,15 +225,17 @@ def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
 
 
 def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, prepare: bool) -> TokenStore:
-    """Opens the token store in the folder `store` (None: the one in the config) for a checkpoint of `folder`.
+    """Opens the newest version of the token store in the folder `store` for a checkpoint of `folder`; None: the version
+    that it was trained with of the one in the config.
 
-    With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint, and
-    one of other documents is refused.
+    With `prepare` a missing store is made, from the documents in the config and the vocabulary of the checkpoint,
+    documents are added to the one in `store`, and one of other documents is refused.
     """
     if not (named := store or opened.run.data.store):
         raise UserError(f"the config of {folder} names no token store: give --store=DIR")
     place = any_path(named)
-    if not (place / STORE_NAME).exists():
+    is_there = (place / STORE_NAME).exists()
+    if not is_there or (store and prepare and TokenStore(place).check_documents(opened.run.source)):
         if not prepare:
             documents = f"the {SOURCES.name_of(opened.run.source)} documents that the checkpoint's config names"
             if named := opened.run.source.folder:
@@ -240,7 +251,7 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
                 make_store(opened.run.source, saved_vocabulary_config(copy), place)
         else:
             make_store(opened.run.source, opened.run.vocabulary, place)
-    opened_store = TokenStore(place)
+    opened_store = TokenStore(place) if store else TokenStore(place).read_by(opened.stores)
     opened_store.check_vocabulary(opened.vocabulary.fingerprint, f"the checkpoint {folder}")
     if prepare:
         opened_store.check_documents(opened.run.source)

@@ -1,5 +1,6 @@
 """Set-up of a training: the documents, the reader and the program of each stage, and the state to begin with."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,11 +11,10 @@ from meliad_like.config import RunConfig, bound_values, read_changes
 from meliad_like.config.run import Stage, stages_of
 from meliad_like.data.batch import Reader
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.errors import UserError
+from meliad_like.errors import StoreError, UserError
 from meliad_like.mesh import make_mesh, replicated
 from meliad_like.models.config import MODELS
 from meliad_like.models.model import Model
-from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
 from meliad_like.resumable import check_same
 from meliad_like.run.opening import checkpoint_metadata, open_model
@@ -77,17 +77,21 @@ class StageSetup(NamedTuple):
         return state
 
 
-def set_up(run: RunConfig, mesh: Mesh | None = None) -> list[StageSetup]:
+def set_up(run: RunConfig, mesh: Mesh | None = None, read: Sequence[str] = ()) -> list[StageSetup]:
     """Opens the documents and lays out all stages on the devices, without compiling: mistakes are found in seconds.
 
     Args:
       mesh: default: the mesh of the config, of all devices.
+      read: fingerprints of the token stores that a run which resumes has read; it goes on with these versions.
 
     Returns:
       The stages in their order; most runs have one.
     """
-    stages, stores = stages_of(run), run.data.open_stores()
-    stores[0].check_settings(run.source, run.vocabulary)
+    stages, stores = stages_of(run), [store.read_by(read) for store in run.data.open_stores()]
+    if (added := stores[0].check_settings(run.source, run.vocabulary)) and not read:
+        folder = str(stores[0].folder)
+        without = "(FolderSourceConfig.folder = '' reads it without them)"
+        raise StoreError(folder, f"{len(added)} files are newer than the token store {folder} {without}: add them")
     for stage in stages:
         stage.run.model.check_sequence(stage.run.data.segment_length, run.mesh.sequence)
     mesh = make_mesh(run.mesh) if mesh is None else mesh
@@ -160,6 +164,5 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
 
 def metadata(setup: StageSetup, step: int) -> dict:
     """The metadata of the checkpoint of a step."""
-    fingerprints = [store.fingerprint for store in setup.stores]
-    joined = fingerprints[0] if len(fingerprints) == 1 else fingerprint(fingerprints)
-    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, joined)
+    stores = [store.fingerprint for store in setup.stores]
+    return checkpoint_metadata(setup.whole_run, setup.store.vocabulary, step, stores)

@@ -97,7 +97,7 @@ def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_to
 
     It is looked for in `store` (None: the one that the model was trained with), among the documents held out first.
     """
-    documents = TokenStore(store or opened.run.data.store)
+    documents = TokenStore(store) if store else TokenStore(opened.run.data.store).read_by(opened.stores)
     documents.check_vocabulary(opened.vocabulary.fingerprint, "the checkpoint")
     splits = [documents.split(split) for split in reversed(SPLITS) if documents.totals(split).documents]
     for split in splits:

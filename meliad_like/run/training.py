@@ -16,10 +16,10 @@ from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
 from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
-from meliad_like.run.opening import save_vocabulary
+from meliad_like.run.opening import save_vocabulary, stores_read
 from meliad_like.run.setup import StageSetup, metadata, set_up, starting_state
 from meliad_like.run.step_log import StepLog, log_facts, reading_report, step_report
-from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.training.checkpoints import Checkpoints, first_metadata
 from meliad_like.training.loop import Hook, Session, open_session, run_steps
 from meliad_like.training.processes import EXIT_STATUS, Ownership
 from meliad_like.training.program import num_trained
@@ -50,14 +50,15 @@ def train(
     if profile_steps is not None and profile_steps[0] > num_steps:
         flag = f"--profile_steps={profile_steps[0]}:{profile_steps[1]}"
         raise UserError(f"{flag} begins after TrainingConfig.num_steps={num_steps}")
-    all_setups = set_up(run, mesh)
+    all_setups = set_up(run, mesh, stores_read(first_metadata(folder / "checkpoints")))
     for setup in all_setups:
         check_hooks(setup)
 
     # --- The working folder: it is this run's, and no other process writes to it ---
     # Checked by every process before the first one writes: if one process alone failed, the others would wait for it.
     configuration.check_workdir(run, folder)
-    multihost_utils.sync_global_devices("the working folder is this run's")
+    versions = [store.fingerprint for store in all_setups[0].stores]
+    multihost_utils.sync_global_devices(f"the working folder is this run's, which reads {versions} in all processes")
     keep = {"keep_last": run.training.checkpoints_kept, "keep_every": run.training.checkpoint_keep_every}
     with Ownership(folder) as ownership, Checkpoints(folder / "checkpoints", **keep) as checkpoints:
         saved = checkpoints.read_metadata() if checkpoints.steps() else {}
@@ -121,6 +122,9 @@ def _announce(setups: Sequence[StageSetup], start_step: int, load_dir: str | Non
     )
     if load_dir is not None and start_step:
         say(f"warning: --load_dir={load_dir} is not read, because {session.folder} has a checkpoint to resume from")
+    for store in setups[0].stores:
+        if store.version < store.newest:
+            say(f"version {store.version} of the token store {store.folder} is read, as before; it has a newer one")
     if warmup >= num_steps:
         say(f"warning: the learning rate grows for {warmup:,} steps (warmup_steps), and the run has {num_steps:,}")
 

@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import jax
@@ -26,7 +26,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from meliad_like.errors import UserError, is_full_disk, refusals
 from meliad_like.remote import any_path, flush_all, is_remote, one_line
-from meliad_like.resumable import check_same, read_json
+from meliad_like.resumable import check_same, read_json, read_object
 from meliad_like.training.processes import agreed
 
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -291,6 +291,16 @@ def keep_best(
         if step in best.steps() or (newest is not None and measure(best.read_metadata(newest)) <= measure(metadata)):
             return
         best.save(step, {"step": state.step, "params": state.params}, metadata)
+
+
+def first_metadata(folder: epath.Path) -> dict[str, Any]:
+    """The metadata of a step that has it, without a check for damage; empty if there is none."""
+    for path in sorted(folder.iterdir() if folder.is_dir() else ()):
+        if path.name.isdecimal() and (path / METADATA).exists():
+            # It may be damaged, and another step not.
+            with suppress(UserError, KeyError):
+                return read_object(path / METADATA)["metadata"]
+    return {}
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
