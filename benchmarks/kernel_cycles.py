@@ -8,9 +8,9 @@ are written, 80. Two lanes of 4,096 tokens, 8 heads of 128, bfloat16, with dropo
 those of blocks that don't see the block before as well.
 
 With --recurrence, the kernel of a recurrence of these sizes and that of its convolution, forward and backward, of the
-same tokens. These have no profile, but a schedule for v4 as well: a line for each cycle of a run, unless it waits for
-memory. A run of the former is 128 tokens of four heads, or two with decays by channel, or of a larger group; of the
-latter 512 tokens of 512 channels. On v4 two cores divide them.
+same tokens; with --channels, that of a recurrence of so many channels. These have no profile, but a schedule for v4 as
+well: a line for each cycle of a run, unless it waits for memory. A run of the former is 128 tokens of four heads, or
+two with decays by channel, or of a larger group; of the others 512 tokens of 512 channels. On v4 two cores divide them.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=schedule --xla_jf_dump_llo_text=true" JAX_PLATFORMS=cpu \
         python benchmarks/kernel_cycles.py --topology=v4:2x2x1 --recurrence=8,8,128,128,0,1
@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meliad_like.kernels.convolution_tpu import convolve_in_kernel
 from meliad_like.kernels.recurrence_tpu import read_chunks_in_kernel
+from meliad_like.kernels.scan_tpu import scan_in_kernel
 from meliad_like.kernels.window_tpu import Projected, attend_window_in_kernel
 from meliad_like.layers.linear_recurrence import Rule
 from meliad_like.planning.topology import open_topology
@@ -36,6 +37,7 @@ WINDOW = flags.DEFINE_integer("window_length", 512, "Tokens in a window.")
 RECURRENCE = flags.DEFINE_list(
     "recurrence", [], "Groups, heads, sizes of a key and a value; 1 with decays by channel; 1 with the delta rule."
 )
+CHANNELS = flags.DEFINE_integer("channels", 0, "Channels of a recurrence of channels; 0: another kernel is compiled.")
 LAYERS = flags.DEFINE_integer("layers", 1, "The number of layers of attention, one after the other.")
 LANES, TOKENS, HEADS, HEAD_SIZE, RATE = 2, 4096, 8, 128, 0.1
 
@@ -66,6 +68,15 @@ def lowered_recurrence(array):
     )
 
 
+def scanned(*arguments):
+    return sum(map(jnp.sum, scan_in_kernel(*arguments)))
+
+
+def lowered_scan(array):
+    vectors, state = array(LANES, TOKENS, CHANNELS.value), array(LANES, CHANNELS.value)
+    return jax.jit(jax.value_and_grad(scanned, argnums=(0, 1, 2))).lower(vectors, vectors, state)
+
+
 def main(_):
     device = open_topology(TOPOLOGY.value).devices[0]
     sharding = NamedSharding(Mesh(np.array([[[[device]]]]), ("data", "fsdp", "tensor", "sequence")), PartitionSpec())
@@ -75,7 +86,10 @@ def main(_):
 
     w, layers = WINDOW.value, LAYERS.value
     with jax.set_mesh(sharding.mesh):
-        lowered = lowered_recurrence(array) if RECURRENCE.value else lowered_window(array, w, layers)
+        if CHANNELS.value:
+            lowered = lowered_scan(array)
+        else:
+            lowered = lowered_recurrence(array) if RECURRENCE.value else lowered_window(array, w, layers)
     begin = time.perf_counter()
     lowered.compile()
     print(f"{TOPOLOGY.value}, windows of {w}, {layers} layers: compiled in {time.perf_counter() - begin:.1f} s")

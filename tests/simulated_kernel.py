@@ -16,10 +16,12 @@ import test_linear_recurrence as of_recurrence
 from jax.experimental.pallas import tpu as pltpu
 
 from meliad_like.kernels import convolution_tpu, memory_tpu, recurrence_tpu, window_tpu
+from meliad_like.kernels.convolution_tpu import convolve_in_kernel
+from meliad_like.kernels.scan_tpu import scan_in_kernel
 from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
 from meliad_like.kernels.window_tpu import Projected, attend_window_in_kernel
 from meliad_like.layers.basic import kept_by_dropout
-from meliad_like.layers.linear_recurrence import convolve, read_chunks
+from meliad_like.layers.linear_recurrence import convolve, read_chunks, scan_channels
 from meliad_like.layers.memory_search import Lookup, Memory, Operations, read_segment
 
 B, C = 2, 2
@@ -30,7 +32,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
     array's largest number. NaN if one of them is. `wide`: the window is computed as two. `states`: `w` states attend to
     two blocks of tokens. `memory`: `w` tokens find the nearest of `rows` buckets in a memory of four windows, of which
     one lane's has been filled. `recurrence`: two heads for each of two groups follow the gated delta rule, in chunks of
-    32 tokens, and a short convolution sees `w` tokens of each of two blocks."""
+    32 tokens, and a short convolution and a scan of channels see `w` tokens of each of two blocks."""
     generator = np.random.default_rng(0)
 
     def normal(*shape):
@@ -65,11 +67,13 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
         results = list(map(outputs_and_gradient, (memory_tpu.operations(simulation), Operations())))
     elif subject == "recurrence":
         rule = jax.tree.map(lambda x: x[:, :, : C * of_recurrence.BLOCK], of_recurrence.rule_of("delta"))
-        read_in_kernel = functools.partial(
-            recurrence_tpu.read_chunks_in_kernel, dtype=dtype, heads=rows // 4, interpret=simulation
-        )
-        convolve_in_kernel = functools.partial(convolution_tpu.convolve_in_kernel, interpret=simulation)
+        convolution_tpu.LARGEST = rows
         inputs = normal(B, C * w, k), normal(B, 3, k), normal(4, k)
+        scanned = [x.astype("float32") for x in (jax.nn.sigmoid(inputs[0]), inputs[0], inputs[1][:, 0])]
+        read_in_kernel = functools.partial(recurrence_tpu.read_chunks_in_kernel, dtype=dtype, heads=rows // 4)
+        kernels = (
+            functools.partial(x, interpret=simulation) for x in (read_in_kernel, convolve_in_kernel, scan_in_kernel)
+        )
 
         @functools.partial(jax.jit, static_argnums=0)
         def outputs_and_gradients(run, *inputs):
@@ -77,10 +81,11 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
             return outputs, pull_back(jax.tree.map(jnp.sin, outputs))
 
         results = []
-        for read, convolved in ((read_in_kernel, convolve_in_kernel), (read_chunks, convolve)):
+        for read, convolved, scan in (kernels, (read_chunks, convolve, scan_channels)):
             read_all = functools.partial(read, start=~valid, chunk=of_recurrence.BLOCK)
             of_rule = outputs_and_gradients(read_all, rule, of_recurrence.first_states())
-            results.append((of_rule, outputs_and_gradients(functools.partial(convolved, start=~valid), *inputs)))
+            of_inputs = outputs_and_gradients(functools.partial(convolved, start=~valid), *inputs)
+            results.append((of_rule, of_inputs, outputs_and_gradients(scan, *scanned)))
     else:
         projected = Projected(*(normal(B, n, h * k) for n in (C * w, C * w, C * w, w, w)))
         arguments = {

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 import test_linear_recurrence as recurrences
 import test_released_mixers as released
+import test_rg_lru
 
 from meliad_like.kernels import convolution_tpu, recurrence_gpu_channels, recurrence_tpu
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.recurrence_tpu_programs import inverse_of_unit_triangular
-from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence
-from meliad_like.layers.linear_recurrence import Rule, convolve, read_chunks
+from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence, kernel_of_scan
+from meliad_like.kernels.scan_tpu import scan_in_kernel
+from meliad_like.layers.linear_recurrence import Rule, convolve, read_chunks, scan_channels
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.mixers import matrix_recurrence
+from meliad_like.mixers import matrix_recurrence, rg_lru
 from meliad_like.mixers.kimi_delta_attention import KimiDeltaAttention
+from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.models.decoder import DecoderConfig
 
 
@@ -133,6 +136,29 @@ def test_the_convolution_for_tpus_equals_the_default(monkeypatch, tokens):
         np.testing.assert_allclose(ours, default, atol=1e-6 * np.abs(default).max())
 
 
+@pytest.mark.parametrize(("tokens", "largest"), [(48, 16), (12, 12), (7, 1), (64, 64)])
+@pytest.mark.parametrize("decays", [(0, 1), (1 - 1e-5, 1), (0, 1e-30)])
+def test_the_scan_for_tpus_equals_the_default(monkeypatch, tokens, largest, decays):
+    """Documents begin inside of a run; a run has tiles of 8, 4 or 1 tokens; two devices compute all of the last."""
+    monkeypatch.setattr(convolution_tpu, "LARGEST", largest)
+    generator = np.random.default_rng(0)
+    decay = generator.uniform(*decays, (2, tokens, 6)) * (generator.uniform(size=(2, tokens, 1)) > 0.1)
+    added, state = generator.normal(size=(2, tokens, 6)), generator.normal(size=(2, 6))
+    arguments = [jnp.asarray(x, jnp.float32) for x in (decay, added, state)]
+
+    def outputs_and_gradients(scan):
+        outputs, pull_back = jax.vjp(scan, *arguments)
+        return *outputs, *pull_back(jax.tree.map(jnp.sin, outputs))
+
+    devices = jax.devices()[: 1 + (tokens == 64)]
+    with jax.set_mesh(make_mesh(MeshConfig(tensor=len(devices)), devices)):
+        results = jax.jit(lambda: outputs_and_gradients(functools.partial(scan_in_kernel, interpret=True)))()
+    for ours, default in zip(results, outputs_and_gradients(scan_channels), strict=True):
+        np.testing.assert_allclose(ours, default, atol=1e-5 * np.abs(default).max())
+    plain = [state := decay[:, t] * state + added[:, t] for t in range(tokens)]
+    np.testing.assert_allclose(results[1], np.stack(plain, axis=1), atol=1e-5 * np.abs(plain).max())
+
+
 @recurrences.of_each_kind
 def test_factors_of_products_may_be_bfloat16(kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
@@ -160,7 +186,10 @@ def interpreted(monkeypatch, request):
     monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: kernel)
     if request.param == "tpu":
         convolution = functools.partial(convolution_tpu.convolve_in_kernel, interpret=True)
-        monkeypatch.setattr(matrix_recurrence, "kernel_of_convolution", lambda *_: convolution)
+        scan = functools.partial(scan_in_kernel, interpret=True)
+        for module in matrix_recurrence, rg_lru:
+            monkeypatch.setattr(module, "kernel_of_convolution", lambda *_: convolution)
+        monkeypatch.setattr(rg_lru, "kernel_of_scan", lambda *_: scan)
     yield
     jax.clear_caches()
 
@@ -172,6 +201,21 @@ def test_outputs_and_gradients_are_those_of_the_released_code(interpreted, name)
     if "document_starts" in released.arrays(name):
         released.test_outputs_with_documents_are_those_of_the_released_code(name)
         released.test_gradients_are_those_of_the_released_code(name, "grad_documents/")
+
+
+@pytest.mark.parametrize("interpreted", ["tpu"], indirect=True)
+@pytest.mark.parametrize("name", ["rglru_block_documents"])
+def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
+    test_rg_lru.test_outputs_are_those_of_the_released_code(name)
+    test_rg_lru.test_continued_outputs_are_those_of_the_released_code(name)
+    test_rg_lru.test_gradients_are_those_of_the_released_code(name)
+
+
+@pytest.mark.parametrize("interpreted", ["tpu"], indirect=True)
+def test_the_rg_lru_in_kernels_is_exact_with_extreme_gates_and_in_bfloat16(interpreted):
+    for dtype in "float32", "bfloat16":
+        test_rg_lru.test_extreme_gates(dtype)
+    test_rg_lru.test_bfloat16_is_as_exact_as_the_released_code()
 
 
 @pytest.mark.parametrize("name", released.IN_BFLOAT16)
@@ -225,3 +269,7 @@ def test_sizes_that_do_not_fit_use_the_default():
     config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
     assert config.recurrence_kernel == "auto" and not mixer.has_kernel(config.shape, "recurrence")
     assert mixer.has_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape, "recurrence")
+    assert kernel_of_scan("tpu", 512, 1024) is scan_in_kernel
+    for sizes in (("tpu", 512, 96), ("tpu", 64, 1024), ("gpu", 512, 1024), ("none", 512, 1024)):
+        assert kernel_of_scan(*sizes) is None
+    assert RGLRU().has_kernel(dataclasses.replace(config, recurrence_kernel="tpu").shape, "recurrence")

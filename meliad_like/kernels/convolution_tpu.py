@@ -69,7 +69,7 @@ def _convolve_backward(interpret, saved, cotangent):
     call, spec, of_recent, of_filters = _grid(interpret, *saved, reversed=True)
     (taps, channels), b = filters.shape, len(inputs)
     by_lane = jax.ShapeDtypeStruct((b, taps, channels), jnp.float32)
-    of_lane = pl.BlockSpec((None, taps, _part(channels)), lambda b, i, s: (b, 0, i))
+    of_lane = pl.BlockSpec((None, taps, run_size(channels)), lambda b, i, s: (b, 0, i))
     read = (inputs, spec), (recent, of_recent), (filters, of_filters), (cotangent, spec)
     results = call(_backward_kernel, read, [(inputs, spec), (recent, of_recent), (by_lane, of_lane)])
     return results[0], results[1], jnp.sum(results[2], axis=0).astype(filters.dtype), None
@@ -84,7 +84,7 @@ def _grid(interpret, inputs, recent, filters, start, reversed: bool):
     The grid is that of lanes, some channels, and some tokens of a block.
     """
     (b, n, channels), block = inputs.shape, inputs.shape[1] // start.shape[1]
-    width, t = _part(channels), _part(block)
+    width, t = run_size(channels), run_size(block)
     steps = n // t
 
     def at(s):
@@ -112,7 +112,7 @@ def _grid(interpret, inputs, recent, filters, start, reversed: bool):
     return call, vectors, of_recent, pl.BlockSpec((filters.shape[0], width), lambda b, i, s: (0, i))
 
 
-def _part(x: int) -> int:
+def run_size(x: int) -> int:
     """The number of tokens or channels of a run."""
     unit = TILE if x % TILE == 0 else 1
     return unit * divisor(x // unit, max(LARGEST // unit, 1))

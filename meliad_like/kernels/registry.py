@@ -11,6 +11,7 @@ from meliad_like.kernels import (
     memory_tpu,
     recurrence_gpu,
     recurrence_tpu,
+    scan_tpu,
     states_tpu,
     window_gpu,
     window_tpu,
@@ -109,3 +110,9 @@ def kernel_of_convolution(name: str, block: int, taps: int, channels: int) -> Ca
     """The kernel for the short convolution before a recurrence that belongs to a `recurrence_kernel`; None if none
     does."""
     return convolution_tpu.convolve_in_kernel if name == "tpu" and convolution_tpu.fits(block, taps, channels) else None
+
+
+def kernel_of_scan(name: str, block: int, channels: int) -> Callable[..., tuple[Array, Array]] | None:
+    """The kernel for the recurrence of channels, as `scan_channels`, that belongs to a `recurrence_kernel`; None if
+    none does."""
+    return scan_tpu.scan_in_kernel if name == "tpu" and scan_tpu.fits(block, channels) else None

@@ -8,7 +8,8 @@ delta rule and Kimi Delta Attention are of this form (Dao & Gu 2024, section 6; 
 Linear 2025). In shapes `g` is the number of groups of heads that share queries and keys, `p` the size of a value, and
 `e` is 1 with a decay for each head, and `k` with one for each channel.
 
-The short causal convolution of such a layer's inputs is here as well.
+The recurrence of channels that each have one number as their state, and the short causal convolution of such a layer's
+inputs, are here as well.
 """
 
 import functools
@@ -298,6 +299,31 @@ def _inverse_of_whole(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *
         inverse -= exact_product(inverse, exact_product(below, inverse))
         block = block // 2
     return inverse
+
+
+def scan_channels(
+    decay: Float[Array, "b n channels"], added: Float[Array, "b n channels"], state: Float[Array, "b channels"]
+) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
+    """The state of h_t = a_t h_{t-1} + x_t after a segment, and after every token, by a tree of compositions.
+
+    Args:
+        decay: a; it is 0 where a document begins.
+        added: x.
+        state: the state before the first token.
+    """
+    decay, added = jax.lax.associative_scan(compose, (decay, added), axis=1)
+
+    def scan(state):
+        states = decay * state[:, None] + added
+        return states[:, -1], states
+
+    return scan_in_order(scan, state)
+
+
+def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Composes two maps h -> a h + x, pairs of a and x: the map of earlier tokens, and then the map of later ones."""
+    (a, x), (later_a, later_x) = first, second
+    return a * later_a, later_a * x + later_x
 
 
 def check_chunks(config: Any) -> None:

@@ -50,7 +50,7 @@ def kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None
 
 
 def recurrence_kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
-    """`kernel_that_works` for the recurrences of matrices."""
+    """`kernel_that_works` for linear recurrences."""
     kernel = kernel or (platform() if platform() in RECURRENCES else "none")
     with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
     if not any(mixer.has_kernel(with_kernel, "recurrence") for mixers in shape.layers for mixer in mixers):

@@ -20,10 +20,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_scan
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token
-from meliad_like.layers.sharding import scan_in_order
+from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token, scan_channels
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
@@ -51,7 +51,7 @@ class RecurrentBlock(Mixer):
     """A gated linear recurrence of each channel, multiplied by a gate."""
 
     def __init__(self, config: "RGLRU", shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.config, self.w = config, shape.window_length
+        self.config, self.shape, self.w = config, shape, shape.window_length
         d, self.channels, blocks = shape.model_width, config.width(shape), shape.num_heads
         normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
         biased = {"initializer": normal, "bias_initializer": zeros, "rngs": rngs}
@@ -88,17 +88,15 @@ class RecurrentBlock(Mixer):
     def __call__(self, x, context, carry, dropout_key):
         inputs, start = self.input(x), context.start
         positions, position = context.count(carry.position, self.w)
-        convolved, recent = convolve_segment(inputs.astype(jnp.float32), carry.recent, self.filters[...], start)
+        kernel = kernel_of_convolution(self.shape.recurrence_kernel, self.w, *self.filters.shape)
+        # The kernel sums the gradient of its inputs in float32, whatever their type.
+        inputs = inputs if kernel else inputs.astype(jnp.float32)
+        convolved, recent = convolve_segment(inputs, carry.recent, self.filters[...], start, kernel)
         u = convolved + self.filter_bias[...]
         c, n = positions.shape[1], x.shape[1]
         first = (jnp.arange(n) % (n // c) == 0) & jnp.repeat(positions == 0, n // c, axis=1)
-        decay, added = jax.lax.associative_scan(_compose, self._coefficients(u, first), axis=1)
-
-        def scan(state):
-            states = decay * state[:, None] + added
-            return states[:, -1], states
-
-        state, states = scan_in_order(scan, carry.state)
+        scan = kernel_of_scan(self.shape.recurrence_kernel, self.w, self.channels) or scan_channels
+        state, states = scan(*self._coefficients(u, first), carry.state)
         return self._output(states, x), RGLRUCarry(state, recent, position)
 
     def step(self, x, context, carry):
@@ -138,12 +136,6 @@ def _bounded_sqrt_jvp(primals, tangents):
     return y, tangents[0] / (2 * jnp.maximum(y, 1 / (2 * LARGEST_DERIVATIVE)))
 
 
-def _compose(first, second):
-    """Composes two maps h -> a h + b: the map of earlier tokens, and then the map of later ones."""
-    (a, b), (later_a, later_b) = first, second
-    return a * later_a, later_a * b + later_b
-
-
 def _decay_of_released_code(key, shape, dtype):
     """softplus(lambda) = -log R, with R^2 uniform between 0.9^2 and 0.999^2."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.9**2, 0.999**2) ** -0.5 - 1)
@@ -170,6 +162,10 @@ class RGLRU(MixerConfig):
 
     def build(self, shape, *, rngs):
         return RecurrentBlock(self, shape, rngs=rngs)
+
+    def has_kernel(self, shape, kind):
+        kernel = kernel_of_scan(shape.recurrence_kernel, shape.window_length, self.width(shape))
+        return kind == "recurrence" and kernel is not None
 
     def width(self, shape):
         return self.channels or shape.model_width
