@@ -19,6 +19,8 @@ from meliad_like.optimization.optimizers import (
     OptimizerConfig,
     ScheduleFree,
     applied_rate,
+    by_kind,
+    decayed,
     make_optimizer,
     orthogonal,
 )
@@ -133,6 +135,20 @@ def test_weight_decay_is_for_matrices_tables_and_filters(name, removed):
         np.testing.assert_allclose(updates[kind], np.full((2, 3), -2 * removed), rtol=1e-5)
     for still in (updates["bias"], updates["scale"], updates["rate"], updates["fixed"]["matrix"]):
         np.testing.assert_array_equal(still, np.zeros((2, 3)))
+
+
+def test_without_kinds_names_say_what_parameters_are():
+    kind = ""
+    for line in Path(__file__).with_name("parameter_kinds.txt").read_text().splitlines():
+        if line.startswith("# "):
+            kind = line.removeprefix("# ")
+        elif line and not line.startswith("#"):
+            assert by_kind(str, None, {line: jnp.ones((2, 2))}) == {line: kind}
+    params = {"kernel": jnp.ones((2, 2)), "step_bias": jnp.ones((2, 2))}
+    assert decayed(params) == {"kernel": True, "step_bias": False}
+    optimizer = make_optimizer(Adam(), lambda step: 0.1)
+    with pytest.raises(UserError, match="the name of parameter a/b doesn't say what it is"):
+        optimizer.init({"a": {"b": jnp.ones(2)}})
 
 
 def test_a_factor_on_the_rate_of_some_parameters():

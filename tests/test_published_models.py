@@ -25,6 +25,7 @@ from meliad_like.conversion.published.family import FAMILIES, Part, to_tensors
 from meliad_like.conversion.published.folder import described
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
+from meliad_like.optimization.optimizers import by_kind
 
 
 @pytest.fixture(scope="module", params=sorted(path.name for path in GOLDEN.iterdir()))
@@ -32,6 +33,11 @@ def case(request):
     """A family's model, and the expected arrays."""
     with np.load(GOLDEN / request.param / "expected.npz") as file:
         return opened(request.param), dict(file), request.param
+
+
+def test_names_say_what_the_parameters_are(case):
+    model = case[0].model
+    assert by_kind(str, None, model.abstract_params) == model.kinds
 
 
 # The tests read 9 and 3 blocks of two lanes and decode 24 tokens or one, so that they share their programs.

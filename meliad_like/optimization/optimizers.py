@@ -9,6 +9,7 @@ factor: if a batch has padding, the step of `nag` is smaller than fairseq's, whi
 import dataclasses
 import fnmatch
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,15 @@ DECAYED: frozenset[Kind] = frozenset({"matrix", "table", "filter"})
 SHARES = ("average_decay", "momentum", "first_decay", "second_decay")
 """Fields of optimizers that are at least 0 and below 1."""
 NOT_NEGATIVE = ("weight_decay", "decay", "epsilon")
+NAMES: dict[Kind, tuple[str, ...]] = {
+    "matrix": ("kernel", "projection"),
+    "table": ("embedding", "identity", "initial", "positions"),
+    "filter": ("filter", "filters"),
+    "bias": ("amplitudes", "bias", "bound", "coefficients", "gate", "output", "scores", "table"),
+    "scale": ("scale", "skip", "slope"),
+    "rate": ("decay", "rate"),
+}
+"""The last words of the names of each kind of parameter."""
 
 
 @dataclass(frozen=True)
@@ -263,19 +273,25 @@ def applied_rate(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Sch
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, kinds: Any, factors: Mapping[str, float] | None = None
+    config: OptimizerConfig, schedule: optax.Schedule, kinds: Any = None, factors: Mapping[str, float] | None = None
 ) -> optax.GradientTransformation:
     """The optax transformation; its state has the dtype of the parameters (float32) and its own count of updates. The
     first update uses the schedule's rate of step 0, which with a warmup is 0.
 
-    `kinds`, a tree like the parameters, says what each parameter is (`layers.basic.Kind`), as `Model.kinds` does.
-    `factors` multiply the updates of the parameters whose path begins with a name; those of 0 stay fixed.
+    `kinds`, a tree like the parameters, says what each parameter is (`layers.basic.Kind`), as `Model.kinds` does; None:
+    their names say it (`NAMES`). `factors` multiply the updates of the parameters whose path begins with a name; those
+    of 0 stay fixed.
+
+    Raises:
+      UserError: without `kinds`, at the optimizer's first use, a name that doesn't say what the parameter is.
     """
     rate, factors = applied_rate(config, schedule), factors or {}
+    if kinds is None and (factors or config.trained != ("*",)):
+        raise UserError("which parameters are trained, and at which rates, needs their kinds (Model.kinds)")
     optimizer = config.transformation(rate, kinds)
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    trained = trained_parameters(config, kinds, factors)
+    trained = True if kinds is None else trained_parameters(config, kinds, factors)
     if not all(jax.tree.leaves(trained)):
         labels = jax.tree.map(lambda is_trained: "trained" if is_trained else "fixed", trained)
         optimizer = optax.partition({"trained": optimizer, "fixed": optax.set_to_zero()}, labels)
@@ -307,15 +323,23 @@ def trained_parameters(config: OptimizerConfig, kinds: Any, factors: Mapping[str
     return jax.tree.map_with_path(is_trained, kinds)
 
 
-def decayed(params: Any, kinds: Any) -> Any:
+def decayed(params: Any, kinds: Any = None) -> Any:
     """A mask of the parameters with weight decay; `kinds` as in `make_optimizer`."""
     return by_kind(lambda kind: kind in DECAYED, kinds, params)
 
 
 def by_kind(function: Callable[[Kind], Any], kinds: Any, params: Any) -> Any:
     """A tree like `params`, of which optax may have masked a part, with the values of a function of kinds."""
-    kind_of = dict(jax.tree.leaves_with_path(kinds))
-    return jax.tree.map_with_path(lambda path, _: function(kind_of[path]), params)
+    kind_of = _kind_by_name if kinds is None else dict(jax.tree.leaves_with_path(kinds)).__getitem__
+    return jax.tree.map_with_path(lambda path, _: function(kind_of(path)), params)
+
+
+def _kind_by_name(path: tuple[Any, ...]) -> Kind:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for kind, words in NAMES.items():
+        if re.split("[/_]", name)[-1] in words:
+            return kind
+    raise UserError(f"the name of parameter {name} doesn't say what it is: give make_optimizer the kinds (Model.kinds)")
 
 
 def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformation:
