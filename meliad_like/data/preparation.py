@@ -75,7 +75,7 @@ class Work(NamedTuple):
     """A version of a token store that has to be written, and from what."""
 
     folder: AnyPath
-    """That of the token store, or that in it of its next version."""
+    """The folder of the store, or of its next version in it."""
     earlier: TokenStore | None
     """The version before; None: this is the first."""
     files: Sequence[SourceFile]
