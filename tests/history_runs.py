@@ -34,5 +34,5 @@ def make_place(folder, *, size_multiple=1):
         f"VocabularyConfig.size_multiple = {size_multiple}",
         "MeshConfig.data = 8",
     ]
-    write_place(folder, documents, bindings, folder / "model" / "checkpoints", scale=8, seed=0)
+    write_place(folder, documents, bindings, folder / "model" / "checkpoints", scale=8, seed=2)
     return folder
