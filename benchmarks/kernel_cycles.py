@@ -8,9 +8,10 @@ are written, 80. Two lanes of 4,096 tokens, 8 heads of 128, bfloat16, with dropo
 those of blocks that don't see the block before as well.
 
 With --recurrence, the kernel of a recurrence of these sizes and that of its convolution, forward and backward, of the
-same tokens; with --channels, that of a recurrence of so many channels. These have no profile, but a schedule for v4 as
-well: a line for each cycle of a run, unless it waits for memory. A run of the former is 128 tokens of four heads, or
-two with decays by channel, or of a larger group; of the others 512 tokens of 512 channels. On v4 two cores divide them.
+same tokens; with --channels, the scan of a recurrence of this number of channels. These have no profile, but a schedule
+for v4 as well: a line for each cycle of a run, unless it waits for memory. A run of the former is 128 tokens of four
+heads, or two with decays by channel, or of a larger group; of the others 512 tokens of 512 channels. On v4 two cores
+divide them.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=schedule --xla_jf_dump_llo_text=true" JAX_PLATFORMS=cpu \
         python benchmarks/kernel_cycles.py --topology=v4:2x2x1 --recurrence=8,8,128,128,0,1

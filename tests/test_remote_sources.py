@@ -237,7 +237,7 @@ def test_documents_that_changed_in_a_bucket(bucket, tmp_path):
 
 
 def test_a_store_grows_in_a_bucket(bucket, cache, tmp_path):
-    """As on the disk. An interrupted copy of what is added is no part of the store, and the same command makes it."""
+    """A store in a bucket grows as one on a disk. The same command completes a version whose copy was interrupted."""
     for i in range(30):
         bucket.put(f"docs/{i}.txt", b"a text " * i + b"a")
     source, place = TextSource(folder="gs://bucket/docs"), "gs://bucket/grown"

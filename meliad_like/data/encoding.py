@@ -98,7 +98,7 @@ def _end_with_parent() -> None:
 
 
 def _most(num_documents: int, num_bytes: int) -> int:
-    """The number of documents of a piece, after so many documents with so many bytes."""
+    """The largest number of documents in the next piece, from the number and the bytes of the documents before."""
     return min(PIECE_BYTES // (num_bytes // num_documents + 1) or 1, PIECE_DOCUMENTS) if num_documents else 1
 
 
@@ -153,7 +153,7 @@ def read_all(source: Source) -> Iterator[Document | BadDocumentError]:
 
 
 def _read(references: Iterable[Reference], at_once: int) -> Iterator[Document | BadDocumentError]:
-    """The documents, of which so many are read at the same time."""
+    """Reads the documents in order, up to `at_once` of them at the same time."""
     if at_once == 1:
         yield from map(read, references)
         return

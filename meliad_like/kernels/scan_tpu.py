@@ -10,7 +10,6 @@ combines no rows that lie side by side.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,17 +45,6 @@ def scan_in_kernel(
     Args:
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
-    return scan_on_mesh(functools.partial(_scan, interpret), decay, added, state)
-
-
-def scan_on_mesh(
-    scan: Callable[..., Array],
-    decay: Float[Array, "b n channels"],
-    added: Float[Array, "b n channels"],
-    state: Float[Array, "b channels"],
-) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
-    """Runs a kernel that computes the states after all tokens from the arguments of `scan_channels`; under a mesh, each
-    device runs it for its lanes and channels."""
     lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
     parts = jax.sharding.get_abstract_mesh().shape.get(heads, 1)
     channels = heads if state.shape[1] % parts == 0 else None
@@ -64,7 +52,7 @@ def scan_on_mesh(
 
     def in_order(decay, added, state):
         def scan_blocks(state):
-            states = scan(decay, added, state)
+            states: Any = _scan(interpret, decay, added, state)
             return states[:, -1], states
 
         return scan_in_order(scan_blocks, state)

@@ -313,10 +313,18 @@ class FeedForward(nnx.Module):
     The recurrent cell calls the two halves separately, because its gate reads the hidden layer.
     """
 
-    activation: Activation = "relu"
-
-    def __init__(self, size_in: int, feedforward_width: int, model_width: int, *, rngs: nnx.Rngs, bias: bool = False):
+    def __init__(
+        self,
+        size_in: int,
+        feedforward_width: int,
+        model_width: int,
+        *,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        activation: Activation = "relu",
+    ):
         biases = {"rngs": rngs, "bias_initializer": jax.nn.initializers.zeros if bias else None}
+        self.activation: Activation = activation
         self.hidden = Linear(size_in, feedforward_width, ("model", "feedforward"), **biases)
         self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), **biases)
 

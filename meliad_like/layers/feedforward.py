@@ -39,9 +39,9 @@ class PlainFeedForward(FeedForwardConfig):
         check_choices(self)
 
     def build(self, model_width, feedforward_width, *, bias, rngs):
-        network = FeedForward(model_width, feedforward_width, model_width, rngs=rngs, bias=bias)
-        network.activation = self.activation
-        return network
+        return FeedForward(
+            model_width, feedforward_width, model_width, rngs=rngs, bias=bias, activation=self.activation
+        )
 
     def flops(self, model_width, feedforward_width):
         return Flops.of_products(4 * model_width * feedforward_width)

@@ -82,7 +82,7 @@ def set_up(run: RunConfig, mesh: Mesh | None = None, read: Sequence[str] = ()) -
 
     Args:
       mesh: default: the mesh of the config, of all devices.
-      read: fingerprints of the token stores that a run which resumes has read; it goes on with these versions.
+      read: fingerprints of the token stores in the checkpoint of a resumed run, which keeps these versions.
 
     Returns:
       The stages in their order; most runs have one.
