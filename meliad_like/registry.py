@@ -5,7 +5,7 @@ that defines a role owns its registry (`READERS = Registry("reader")`); a new ki
 is registered there (`@READERS.register("lanes")`), and general code never names it: it has `kind_field`s of the role.
 
 A role whose kinds are in modules of their own names these modules. Other packages name a module that registers kinds
-in the entry-point group `meliad_like.kinds`. Both are imported when a kind is looked up.
+in the entry-point group `meliad_like.kinds`. Both are imported when a kind is looked up that is not there yet.
 """
 
 import dataclasses
@@ -52,22 +52,24 @@ class Registry(Mapping[str, type]):
 
         return add
 
-    def _load(self) -> dict[str, type]:
+    def _load(self, name: str = "") -> dict[str, type]:
+        """The classes of all modules, or only of those before the one of this name: some take seconds to import."""
         for module in self._modules:
-            importlib.import_module(module)
-        if not self._loaded:
+            if name not in self._classes:
+                importlib.import_module(module)
+        if name not in self._classes and not self._loaded:
             self._loaded = True
             for entry_point in entry_points(group=ENTRY_POINTS):
                 entry_point.load()
         return self._classes
 
     def __getitem__(self, name: str) -> type:
-        if name not in self._load():
+        if name not in self._load(name):
             raise UserError(f"{self.role}={name!r} is not one of {', '.join(sorted(self._classes))}")
         return self._classes[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._load()
+    def __contains__(self, name: str) -> bool:  # type: ignore[override]
+        return name in self._load(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._load())

@@ -219,15 +219,14 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
         found = {path: found[path] for path in found if all(map(is_included, path.split("/")))}
     files, passed_over = {}, collections.Counter()
     for path in sorted(found):
-        if isinstance(root, Path) and _is_inner_link(root, root / path):
+        place = root / path
+        if isinstance(root, Path) and _is_inner_link(root, place):
             passed_over["a link to others"] += 1
         elif path.endswith(tuple(suffixes)):
-            files[path] = found[path]
+            files[path] = found[path] or (version(place) if os.path.exists(place) else None)
         else:
-            is_broken = os.path.islink(root / path) and not os.path.exists(root / path)
+            is_broken = os.path.islink(place) and not os.path.exists(place)
             passed_over["a broken link" if is_broken else os.path.splitext(path)[1] or "no suffix"] += 1
-    if isinstance(root, Path):
-        files = {path: version(root / path) if (root / path).exists() else None for path in files}
     most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
     return files, most and (
         f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
@@ -245,8 +244,8 @@ def _walk(root: Path, is_included: Callable[[str], bool]) -> Iterator[str]:
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         repeated = {name for name in folders if _is_inner_link(root, Path(folder, name))}
         folders[:] = [name for name in folders if is_included(name) and name not in repeated]
-        names = filter(is_included, (*files, *repeated))
-        yield from ((Path(folder).relative_to(root) / name).as_posix() for name in names)
+        inside = Path(folder).relative_to(root)
+        yield from ((inside / name).as_posix() for name in (*files, *repeated) if is_included(name))
 
 
 def _is_inner_link(root: Path, path: Path) -> bool:
