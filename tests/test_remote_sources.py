@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import gzip
 import hashlib
+import io
 import json
 import threading
 import time
@@ -37,6 +38,12 @@ def records(number, word):
 
 def lines(number, word):
     return "".join(json.dumps(record) + "\n" for record in records(number, word)).encode()
+
+
+def parquet(number):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records(number, "x")), file, compression="none")
+    return file.getvalue()
 
 
 @pytest.fixture
@@ -128,15 +135,16 @@ def test_there_is_a_request_for_all_files_and_one_for_each(workers, bucket, tmp_
     assert store.version == 2 and requests["docs/new.txt"] == 1 and set(requests) == {"", "docs", "docs/new.txt"}
 
 
-@pytest.mark.parametrize("kind", ["plain", "gzip", "zstd"])
+@pytest.mark.parametrize("kind", ["plain", "gzip", "zstd", "parquet"])
 def test_a_file_of_records_is_read_once(kind, bucket, tmp_path):
     packed = {"plain": (".jsonl", bytes), "gzip": (".jsonl.gz", gzip.compress), "zstd": (".jsonl.zst", zstd.compress)}
-    suffix, pack = packed[kind]
+    suffix, pack = packed.get(kind, (".parquet", lambda _: parquet(300)))
     bucket.put(f"once/train{suffix}", content := pack(lines(300, "x")))
-    sent = bucket.sent
-    config = JsonLinesSource(folder="gs://bucket/once", validation_documents=("x3",), name_field="name")
+    sent, source = bucket.sent, SOURCES["parquet" if kind == "parquet" else "jsonl"]
+    config = source(folder="gs://bucket/once", validation_documents=("x3",), name_field="name")
     store = prepare(config, BYTES, tmp_path / "store", 1)
-    assert bucket.sent - sent == len(content)
+    # The last 64 KiB of a parquet file give the number of its rows.
+    assert bucket.sent - sent == len(content) + (kind == "parquet") * 2**16
     saved = json.loads((store.folder / FILES_NAME).read_text())
     assert saved[f"train{suffix}"][2] == hashlib.sha256(content).hexdigest()
 

@@ -283,6 +283,9 @@ class FolderSourceConfig(SourceConfig):
 def open_source(config: SourceConfig) -> Source:
     """Opens the source. Raises a UserError if the folder is missing, or contains no document."""
     source = config.open()
+    # The Hub knows those of large files.
+    known = {file.name: file.version.sha256 for file in source.files if file.version and file.version.sha256}
+    source.contents.update(known)
     if source.num_documents == 0:
         raise UserError(
             f"the {SOURCES.name_of(config)} source has no documents{config.folder and f' in {config.folder}'}: "
@@ -306,8 +309,6 @@ def read_contents(source: Source, files: Iterable[SourceFile]) -> None:
 
 def _content(file: SourceFile) -> str:
     """SHA-256 of the content of a file."""
-    if file.version and file.version.sha256:
-        return file.version.sha256
     try:
         if file.version and file.version.size < CHUNK_BYTES:
             return hashlib.sha256(read_whole(file.path)).hexdigest()

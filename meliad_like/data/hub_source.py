@@ -137,7 +137,7 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
                     raise UserError(f"{card} names {file} for {splits[file]} and for {split}")
         return splits
 
-    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[Any]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[Any]:
         return (ParquetSource if path.suffix == ".parquet" else JsonLinesSource).records(self, path, hashed)
 
     def damage(self) -> tuple[type[Exception], ...]:

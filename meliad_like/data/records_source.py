@@ -6,11 +6,13 @@ import gzip
 import hashlib
 import io
 import itertools
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -32,7 +34,7 @@ from meliad_like.data.documents import (
 from meliad_like.data.files_source import list_files
 from meliad_like.data.named_splits import named_splits, names_assign, splits_of_path
 from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, absolute, is_remote, version
+from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, version
 from meliad_like.resumable import parse_json
 
 if sys.version_info >= (3, 14):
@@ -137,7 +139,8 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
     def _references(self, file: str, path: AnyPath, split: str | None, hashes: dict[str, str]) -> Iterator[Reference]:
         number = 0
         try:
-            for number, record in enumerate(self.records(path, partial(hashes.__setitem__, file)), 1):
+            hashed = None if file in hashes else partial(hashes.__setitem__, file)
+            for number, record in enumerate(self.records(path, hashed), 1):
                 if record:
                     # The record itself: a compressed file cannot be read from the middle.
                     yield partial(self.read, record, f"{file}:{number}", split)
@@ -152,9 +155,9 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
         """The number of documents; None if counting them means reading everything."""
         return None
 
-    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[Any]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[Any]:
         """The argument of `read` for each record of a file; something false where a record is left out. A file that was
-        read from its beginning to its end is `hashed` (SHA-256 of its content)."""
+        read from its beginning to its end is `hashed` (SHA-256 of its content; None: it is known)."""
         raise NotImplementedError
 
     def damage(self) -> tuple[type[Exception], ...]:
@@ -177,7 +180,7 @@ class JsonLinesSource(RecordFilesSourceConfig):
     )  # fmt: skip
     unreadable = "cannot be decompressed"
 
-    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[bytes]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[bytes]:
         zstd_open = partial(zstd.open, options=LARGEST_WINDOW)
         plain = partial(io.BufferedReader, buffer_size=READ_BYTES)
         open_file: Any = {".gz": gzip.open, ".zst": zstd_open}.get(path.suffix, plain)
@@ -185,7 +188,8 @@ class JsonLinesSource(RecordFilesSourceConfig):
             yield from (b"" if line.isspace() else line for line in file)
             while content.read(READ_BYTES):
                 pass  # behind what is compressed
-            hashed(content.hash.hexdigest())
+            if hashed:
+                hashed(content.hash.hexdigest())
 
     def damage(self) -> tuple[type[Exception], ...]:
         return EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError
@@ -238,11 +242,15 @@ class ParquetSource(RecordFilesSourceConfig):
             return None
         return number
 
-    def records(self, path: AnyPath, hashed: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
 
-        with path.open("rb") as raw:
-            file = parquet.ParquetFile(raw)
+        with path.open("rb") as raw, TemporaryFile() as copy:
+            # Its rows are not read from the beginning to the end, and a remote file is read once.
+            if copied := hashed and is_remote(path):
+                shutil.copyfileobj(content := _Hashed(raw), copy, CHUNK_BYTES)
+                hashed(content.hash.hexdigest())
+            file = parquet.ParquetFile(copy if copied else raw)
             names = file.schema_arrow.names
             fields = [name for name in (self.text_field, self.name_field, self.unscored_field) if name]
             if not set(fields) <= set(names):
