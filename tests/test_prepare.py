@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import forked
@@ -47,6 +48,14 @@ def test_processes_change_nothing(texts, tmp_path):
     vocabulary = SentencePieceVocabularyConfig(size=290)
     for num_workers in (1, 2):
         prepare(config(texts), vocabulary, tmp_path / f"store{num_workers}", num_workers)
+    assert files(tmp_path / "store1") == files(tmp_path / "store2")
+
+
+def test_many_tokens_pass_through_a_file(texts, tmp_path, monkeypatch):
+    prepare(config(texts), BYTES, tmp_path / "store1", 1)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", lambda number, *_: ThreadPoolExecutor(number))
+    monkeypatch.setattr(encoding, "CHUNK_BYTES", 1000)
+    prepare(config(texts), BYTES, tmp_path / "store2", 2)
     assert files(tmp_path / "store1") == files(tmp_path / "store2")
 
 
@@ -413,7 +422,7 @@ def test_few_documents_wait_in_memory(texts, tmp_path):
             yield reference
 
     ByteVocabulary().save(tmp_path)
-    results = encode_all(dataclasses.replace(source, shards=(references,)), tmp_path, 2)
+    results = encode_all(dataclasses.replace(source, shards=(references,)), tmp_path, 2, tmp_path)
     next(results)
     assert len(started) == 8
     # Ctrl-C is a signal to all processes, of which the first one alone ends the work.

@@ -7,7 +7,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from meliad_like.conversion.pretrained import export_tokenizer
-from meliad_like.data import tokenizers_vocabulary
 from meliad_like.data.tokenizers_vocabulary import (
     TOKENIZER_NAME,
     TokenizersVocabulary,
@@ -213,7 +212,7 @@ def test_a_long_text_is_encoded_in_pieces(folder, change, monkeypatch):
     text = "".join(f"the other {i} and\n\n  é\u0301 THE x-{i}{'  ' * (i % 3)}tether, 漢字。\t" for i in range(300))
     whole = vocabulary.encode(text)
     lengths, encode = [], vocabulary._encode
-    monkeypatch.setattr(tokenizers_vocabulary, "PIECE", 1000)
+    monkeypatch.setattr("meliad_like.data.vocabulary.PIECE", 1000)
     monkeypatch.setattr(vocabulary, "_encode", lambda text: lengths.append(len(text)) or encode(text))
     np.testing.assert_array_equal(vocabulary.encode(text), whole)
     assert max(lengths) < 1100

@@ -120,6 +120,16 @@ def test_pieces_span_whitespace():
     assert len(trained(model_type="bpe").encode("    return")) < 4
 
 
+def test_a_large_text_is_encoded_in_pieces(monkeypatch):
+    vocabulary, text = trained(model_type="bpe"), TEXTS[0] + "\u2581" + TEXTS[1]
+    whole = vocabulary.encode(text)
+    monkeypatch.setattr("meliad_like.data.vocabulary.PIECE", 1000)
+    assert max(map(len, vocabulary.pieces(text))) < 1500
+    np.testing.assert_array_equal(vocabulary.encode(text), whole)
+    assert vocabulary.restores(text, whole) and not vocabulary.restores(text, whole[:-1])
+    assert not vocabulary.restores(text, np.append(whole, whole[-1:]))
+
+
 def test_training_without_whitespace():
     vocabulary = trained(keep_whitespace=False)
     assert not vocabulary.lossless

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from meliad_like.data.split import count_words
 from meliad_like.data.token_store import token_dtype
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
+from meliad_like.remote import CHUNK_BYTES
 
 PIECE_DOCUMENTS, PIECE_BYTES = 64, 2**20
 """The largest number of documents that a worker process gets at once, and how many bytes they may have on average."""
@@ -31,8 +33,8 @@ class Encoded(NamedTuple):
 
     name: str
     split: str
-    tokens: np.ndarray
-    """[tokens], without the end of the document, in the type that the store has."""
+    tokens: np.ndarray | Path
+    """[tokens], without the end of the document, in the type that the store has; or, of a large one, a file of them."""
     num_bytes: int
     """The number of bytes that cost loss."""
     num_words: int
@@ -46,10 +48,13 @@ class Encoded(NamedTuple):
     """As of the document."""
 
 
-def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Iterator[Encoded | BadDocumentError]:
+def encode_all(
+    source: Source, vocabulary_folder: Path, num_workers: int, folder: Path
+) -> Iterator[Encoded | BadDocumentError]:
     """Encodes all documents. Yields each in the order of the source, or why it is bad.
 
-    Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work.
+    Each of `num_workers` processes loads the vocabulary. 0: one per core; 1: this process does the work. Files of
+    tokens are made in `folder`; the caller deletes them.
     """
     if not num_workers:
         num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,7 +63,7 @@ def encode_all(source: Source, vocabulary_folder: Path, num_workers: int) -> Ite
         return
     # Jax and grain start threads, and a forked child would inherit locks that they hold.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _end_with_parent)
-    encode = partial(_encode_in_worker, vocabulary_folder, source.documents_at_once)
+    encode = partial(_encode_in_worker, vocabulary_folder, source.documents_at_once, folder)
     references, waiting = iter(source.references()), collections.deque[Future]()
     num_documents = num_bytes = 0
 
@@ -103,10 +108,20 @@ def _most(num_documents: int, num_bytes: int) -> int:
 
 
 def _encode_in_worker(
-    vocabulary_folder: Path, at_once: int, piece: list[Reference]
+    vocabulary_folder: Path, at_once: int, folder: Path, piece: list[Reference]
 ) -> list[Encoded | BadDocumentError]:
     vocabulary = _vocabulary_of_worker(vocabulary_folder)
-    return [_encode(vocabulary, document) for document in _read(piece, at_once)]
+    return [_in_file(_encode(vocabulary, document), folder) for document in _read(piece, at_once)]
+
+
+def _in_file(encoded: Encoded | BadDocumentError, folder: Path) -> Encoded | BadDocumentError:
+    """A document whose tokens are in a file if they are many: a pipe needs several copies of them in memory, where they
+    also wait for the documents before."""
+    if isinstance(encoded, BadDocumentError) or encoded.tokens.nbytes < CHUNK_BYTES:
+        return encoded
+    with NamedTemporaryFile(dir=folder, delete=False) as file:
+        encoded.tokens.tofile(file)
+    return encoded._replace(tokens=Path(file.name))
 
 
 _vocabulary_of_worker = functools.cache(load_vocabulary)
@@ -115,27 +130,28 @@ _vocabulary_of_worker = functools.cache(load_vocabulary)
 def _encode(vocabulary: Vocabulary, document: Document | BadDocumentError) -> Encoded | BadDocumentError:
     if isinstance(document, BadDocumentError):
         return document
-    text, tokens, unscored, place = document.text, [], [], 0
+    text, unscored, dtype = document.text, [], np.dtype(token_dtype(vocabulary.size))
     # Text that costs loss and text that costs none take turns. They are encoded separately, as a text that follows a
     # state is (`LanguageModel.score`), so that each edge is between two tokens.
     edges = [0, *itertools.chain.from_iterable(document.unscored), len(text)]
     parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+    # Not two copies of a large document at once.
+    content, encode = bytearray(), vocabulary.encode
     for i, part in enumerate(parts):
-        if part:
-            encode = vocabulary.encode_continuation if tokens else vocabulary.encode
-            # Not two copies of a large document at once.
-            tokens.append(encode(part).astype(token_dtype(vocabulary.size)))
-            if i % 2 and len(tokens[-1]):
-                unscored.append((place, place + len(tokens[-1])))
-            place += len(tokens[-1])
-    all_tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        begin = len(content)
+        for piece in vocabulary.pieces(part) if part else ():
+            content += encode(piece).astype(dtype).tobytes()
+            encode = vocabulary.encode_continuation
+        if i % 2 and begin < len(content):
+            unscored.append((begin // dtype.itemsize, len(content) // dtype.itemsize))
+    tokens = np.frombuffer(content, dtype)
     return Encoded(
         document.name,
         document.split,
-        all_tokens,
+        tokens,
         sum(len(part.encode("utf-8")) for part in parts[::2]),
         sum(map(count_words, parts[::2])),
-        vocabulary.restores(text, all_tokens),
+        vocabulary.restores(text, tokens),
         document.skipped,
         tuple(unscored),
         document.contents,

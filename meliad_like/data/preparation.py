@@ -363,7 +363,7 @@ def _write(
     loaded = load_vocabulary(vocabulary)
     writers = {split: SplitWriter(folder / split, loaded) for split in SPLITS}
     skipped, changed = [], 0
-    with contextlib.closing(encode_all(source, vocabulary, num_workers)) as encoded:
+    with contextlib.closing(encode_all(source, vocabulary, num_workers, folder)) as encoded:
         for document in _good(_with_progress(encoded, source, console, "tokenising"), config, skipped, console):
             sizes = document.num_bytes, document.num_words
             writers[document.split].write(document.name, document.tokens, *sizes, document.unscored)

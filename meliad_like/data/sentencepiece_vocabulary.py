@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,7 @@ import sentencepiece
 from etils import epath
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
 
-from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary
+from meliad_like.data.vocabulary import PIECE, VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
 from meliad_like.remote import any_path
 from meliad_like.validation import check_positive
@@ -22,6 +23,7 @@ MODEL_NAME = "sentencepiece.model"
 # indentation are learned like everything else, and short enough that a sample of them spans all documents.
 SENTENCE_LENGTH = 4096  # In characters; SentencePiece counts bytes, at most four per character.
 
+END_OF_WORD = re.compile(r"[^\W\d_](?= )")
 TRAINING_CHARACTERS = 100_000_000
 """The size of the sample of text to learn from, about."""
 
@@ -80,6 +82,11 @@ class SentencePieceVocabulary(Vocabulary):
         has_bytes = len(self._byte_ids) == 256 and proto.trainer_spec.byte_fallback
         lossless = has_bytes and rules.escape_whitespaces and not (changes or self.prefix)
         super().__init__(pieces, end, size_multiple, model, lossless)
+        # Texts can be cut at the end of a word if no token is on both sides of it. In a unigram model, the rounding
+        # of sums from the text's beginning decides between equals.
+        merges = proto.trainer_spec.model_type == proto.trainer_spec.BPE
+        joined = any(END_OF_WORD.search(piece.decode(errors="ignore")) for piece in pieces)
+        self._is_cut = lossless and merges and not joined
 
     @property
     def end_piece(self) -> str | None:
@@ -91,9 +98,16 @@ class SentencePieceVocabulary(Vocabulary):
         if len(self._byte_ids) < 256 or self.prefix:
             return np.asarray(self._processor.encode(text), np.int32)
         # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space.
-        escaped = [self._byte_ids[byte] for byte in "\u2581".encode()]
-        first, *further = self._processor.encode(text.split("\u2581"))
-        return np.asarray(first + [token for part in further for token in (*escaped, *part)], np.int32)
+        escaped, tokens = [self._byte_ids[byte] for byte in "\u2581".encode()], []
+        # In pieces, because SentencePiece takes some hundred bytes of memory for each character.
+        for piece in self.pieces(text):
+            first, *further = self._processor.encode(piece.split("\u2581"))
+            tokens.append(np.asarray(first + [token for part in further for token in (*escaped, *part)], np.int32))
+        return np.concatenate(tokens)
+
+    def boundary(self, text: str, place: int) -> int | None:
+        end = END_OF_WORD.search(text, place, place + PIECE) if self._is_cut else None
+        return end and end.end()
 
     def encode_continuation(self, text: str) -> np.ndarray:
         # Where SentencePiece removes whitespace, the space that begins a text stays only as the prefix.

@@ -36,22 +36,27 @@ class SplitWriter:
     def write(
         self,
         name: str,
-        tokens: np.ndarray,
+        tokens: np.ndarray | Path,
         num_bytes: int,
         num_words: int,
         unscored: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Appends a document; `tokens` is int32[n] without the end of the document, `unscored` are ranges of them."""
+        """Appends a document; `tokens` is int32[n] without the end of the document, or a file in the store's type that
+        is deleted; `unscored` are ranges of tokens."""
         begin = self._num_tokens
         for ends, column in zip(zip(*unscored, strict=True), self._unscored):
             column.extend(begin + end for end in ends)
-        self._tokens.write(tokens.astype(self._dtype, copy=False).data)
+        if isinstance(tokens, Path):
+            with tokens.open("rb") as file:
+                shutil.copyfileobj(file, self._tokens, CHUNK_BYTES)
+            tokens.unlink()
+        else:
+            self._tokens.write(tokens.astype(self._dtype, copy=False).data)
+        length = self._num_tokens + 1 - begin
         self._tokens.write(np.array([self._end_of_document], self._dtype).data)
         # Half of a surrogate pair can come from JSON.
         self._names.write(name.encode(errors="surrogatepass") + b"\n")
-        for column, value in zip(
-            self._columns, (tokens.size + 1, num_bytes, num_words, self._names.tell()), strict=True
-        ):
+        for column, value in zip(self._columns, (length, num_bytes, num_words, self._names.tell()), strict=True):
             column.append(value)
 
     @property

@@ -126,15 +126,11 @@ class TokenizersVocabulary(Vocabulary):
 
     def encode(self, text: str) -> np.ndarray:
         # In pieces, because `tokenizers` takes some hundred bytes of memory for each character.
-        pieces, begin, at = [], 0, PIECE
-        while at < len(text):
-            ends = (match.end() for match in itertools.islice(END_OF_WORD.finditer(text, at), MAX_TRIALS))
-            cut = next((end for end in ends if self._is_boundary(text, end)), None)
-            if cut is not None:
-                pieces.append(self._encode(text[begin:cut]))
-                begin = cut
-            at = (cut or at) + PIECE
-        return np.concatenate([*pieces, self._encode(text[begin:])])
+        return np.concatenate([self._encode(piece) for piece in self.pieces(text)])
+
+    def boundary(self, text: str, place: int) -> int | None:
+        ends = (match.end() for match in END_OF_WORD.finditer(text, place, place + PIECE))
+        return next((end for end in itertools.islice(ends, MAX_TRIALS) if self._is_boundary(text, end)), None)
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)

@@ -7,7 +7,7 @@ import codecs
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,13 +105,34 @@ class Vocabulary:
         """Encodes a text as int32[tokens], without an end of document."""
         raise NotImplementedError
 
+    def pieces(self, text: str) -> Iterator[str]:
+        """The pieces of a large text whose tokens, one piece after the other, are those of the text."""
+        begin, place = 0, PIECE
+        while place < len(text):
+            if cut := self.boundary(text, place):
+                yield text[begin:cut]
+                begin = cut
+            place = (cut or place) + PIECE
+        yield text[begin:]
+
+    def boundary(self, text: str, place: int) -> int | None:
+        """A place where a text can be cut into pieces (`pieces`), at or soon after `place`; None: there is none."""
+        return None
+
     def encode_continuation(self, text: str) -> np.ndarray:
         """Encodes a text that continues another one, perhaps inside of a word: without `prefix`."""
         return self.encode(text)
 
     def restores(self, text: str, ids: np.ndarray) -> bool:
         """Whether decoding a text's tokens gives the text: documents are checked with it while they are prepared."""
-        return self.document_bytes(ids) == text.encode(errors="surrogatepass")
+        raw, place = text.encode(errors="surrogatepass"), 0
+        # Some at a time, because a document may be large.
+        for part in np.split(ids, range(PIECE, ids.size, PIECE)):
+            decoded = self.decode_bytes(part) if place else self.document_bytes(part)
+            if not raw.startswith(decoded, place):
+                return False
+            place += len(decoded)
+        return place == len(raw)
 
     def lacks(self, character: str) -> bool:
         """Whether the vocabulary has no token for a character: it is lost, or becomes an unknown token."""
@@ -247,6 +268,9 @@ class ByteVocabulary(Vocabulary):
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def boundary(self, text: str, place: int) -> int:
+        return place
 
 
 def read_text(path: Path | epath.Path, what: str) -> str:
