@@ -63,6 +63,7 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     assert line.startswith("attention kernel: the default is used instead: the window: the error of ")
 
 
+@pytest.mark.thorough
 def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
     states = RecurrentStates(num_states=4)
     config = with_mixer(dataclasses.replace(CONFIG, dropout_rate=0.1), states, (0,))
@@ -76,6 +77,7 @@ def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
         assert kernel == "none" and "the default is used instead: recurrent_states: the error of " in line
 
 
+@pytest.mark.thorough
 def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeypatch):
     memory = ExternalMemory(num_slots=32, num_neighbors=4, search="bucketed")
     config = with_mixer(CONFIG, memory, (0,))

@@ -175,6 +175,7 @@ def reach(model, params):
     return np.abs(jax.jit(jax.grad(last))(params["embedding"]))[:W].max()
 
 
+@pytest.mark.thorough
 def test_each_memory_alone_reaches_three_windows_back():
     # Of another length than the summaries, a short-term memory is what is mixed, and nothing else.
     model, params = make(

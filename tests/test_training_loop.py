@@ -193,6 +193,7 @@ def test_a_run_with_an_average_resumes_and_begins_with_other_parameters(bindings
     assert_same_bits(state.optimizer_state.trained, state.params)
 
 
+@pytest.mark.thorough
 def test_going_on_with_another_mesh(bindings, setup, stopped, tmp_path):
     run = parse(bindings, "MeshConfig.data = 2", "MeshConfig.tensor = 2")
     other = set_up(run)
