@@ -32,6 +32,7 @@ from meliad_like.models.model import Model
         ("granite_hybrid", {"layer_types": ["conv"] * 5}, "can't honour layer_types 'conv', only linear_attention"),
         ("granite_hybrid", {"layer_types": ["mamba"]}, "layer_types names 1 layers, and there are 5"),
         ("falcon_h1", {"rope_parameters": {"rope_type": "longrope"}}, "can't honour rope_type 'longrope'"),
+        ("granite_hybrid", {"position_embedding_type": "rope", "partial_rotary_factor": 0.5}, "factor = 0.5, only 1"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 numbers, and not 2"),
         ("olmo_hybrid", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 must be a multiple"),
         ("qwen3_5", {"text_config": None}, "config.json has no text_config"),

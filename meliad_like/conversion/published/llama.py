@@ -3,7 +3,6 @@
 from meliad_like.conversion.published.family import Family, register
 from meliad_like.conversion.published.parts import CONSTANTS, FULL_SPAN, attention, places_of_attention, rotary, stack
 from meliad_like.conversion.published.windows import read_config
-from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 
@@ -47,8 +46,7 @@ class LlamaFamily(Family):
     def _config(self, fields):
         """The config by windows."""
         positions = rotary(fields)
-        if (share := positions.pop("rotary_share")) != 1:
-            raise UserError(f"{fields.owner}: we can't honour positions on a share of {share} of a head's channels")
+        del positions["rotary_share"]
         if fields.saved["model_type"] == "mistral" and fields.saved.get("sliding_window") is None:
             positions["sliding_window"] = 0 if "sliding_window" in fields.saved else MISTRAL_WINDOW
             fields.without_effect("sliding_window")

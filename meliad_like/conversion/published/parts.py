@@ -78,10 +78,12 @@ def places_of_delta_rule(
     }
 
 
-def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: str | None = None) -> dict[str, Any]:
+def rotary(
+    fields: Fields, *, base: float = 10_000.0, share: float | None = None, kind: str | None = None
+) -> dict[str, Any]:
     """Fields of our attention for rotary positions, from newer and older fields; what is missing has these values. A
-    base that is null means no positions. `kind`: the kind of layers, if each has its own; a scaling in an older field
-    is then that of full attention."""
+    base that is null means no positions; without a `share` they are on all channels of a head. `kind`: the kind of
+    layers, if each has its own; a scaling in an older field is then that of full attention."""
     older, saved = fields("rope_scaling", dict, {}), fields("rope_parameters", dict, {})
     owner = f"{fields.owner}: {'rope_parameters' if saved else 'rope_scaling'}"
     if kind is not None:
@@ -94,12 +96,14 @@ def rotary(fields: Fields, *, base: float = 10_000.0, share: float = 1.0, kind: 
     fields.without_effect("max_position_embeddings")
     for name in MULTIMODAL:
         saved.pop(name, None)
-    theta, share = saved.pop("rope_theta", base), saved.pop("partial_rotary_factor", share)
+    theta, stated = saved.pop("rope_theta", base), saved.pop("partial_rotary_factor", share or 1.0)
     if theta is None:
         return {"rotary_share": 0.0}
+    if share is None and stated != 1:
+        raise UserError(f"{owner}: we can't honour partial_rotary_factor = {stated!r}, only 1")
     return {
         "rotary_base": fit(theta, float, f"{owner}: rope_theta"),
-        "rotary_share": fit(share, float, f"{owner}: partial_rotary_factor"),
+        "rotary_share": fit(stated, float, f"{owner}: partial_rotary_factor"),
         "rotary_scaling": _scaling(saved, owner),
     }
 

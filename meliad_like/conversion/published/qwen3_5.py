@@ -65,7 +65,7 @@ class Qwen35Family(Family):
         fields.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
         every, epsilon = fields("full_attention_interval", int, 4), fields("rms_norm_eps", float, 1e-6)
         default = ["attention" if (i + 1) % every == 0 else "recurrent" for i in range(layers)]
-        positions = rotary(fields, base=10_000_000.0, share=0.25)
+        positions = rotary(fields, share=0.25)
         mixers = {
             "attention": attention(fields, num_key_heads=g, norm="head", norm_epsilon=epsilon, gate=True, **positions),
             "recurrent": GatedDeltaRule(
