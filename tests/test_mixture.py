@@ -1,6 +1,7 @@
 """Mixtures of token stores: shares, orders, and a run that is stopped and resumed."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -111,14 +112,20 @@ def bindings(tmp_path_factory):
 
 @pytest.mark.exhaustive
 def test_a_run_resumes_exactly(bindings, tmp_path):
+    """Also after one of the stores has grown: the run reads the version that it began with."""
     whole = parse(bindings, "TrainingConfig.num_steps = 4", "RunConfig.schedule = 'constant'")
     train(whole, tmp_path / "whole")
     train(dataclasses.replace(whole, training=dataclasses.replace(whole.training, num_steps=2)), tmp_path / "parts")
+    setup = set_up(whole)
+    digits = whole.data.other_stores[0].removesuffix("_store")
+    Path(digits, "train", "more.txt").write_text("987" * 50)
+    source = dataclasses.replace(whole.source, folder=digits)
+    assert prepare(source, whole.vocabulary, whole.data.other_stores[0], num_workers=1).version == 2
     train(whole, tmp_path / "parts")
     states = []
     for name in ("whole", "parts"):
         with Checkpoints(tmp_path / name / "checkpoints", read_only=True) as checkpoints:
-            states.append(starting_state(set_up(whole), checkpoints, None))
+            states.append(starting_state(setup, checkpoints, None))
     assert_same_bits(*states)
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == losses[1] and len(losses[0]) == 4

@@ -117,7 +117,7 @@ def _encode_in_worker(
 def _in_file(encoded: Encoded | BadDocumentError, folder: Path) -> Encoded | BadDocumentError:
     """A document whose tokens are in a file if they are many: a pipe needs several copies of them in memory, where they
     also wait for the documents before."""
-    if isinstance(encoded, BadDocumentError) or encoded.tokens.nbytes < CHUNK_BYTES:
+    if isinstance(encoded, BadDocumentError) or isinstance(encoded.tokens, Path) or encoded.tokens.nbytes < CHUNK_BYTES:
         return encoded
     with NamedTemporaryFile(dir=folder, delete=False) as file:
         encoded.tokens.tofile(file)

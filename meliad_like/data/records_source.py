@@ -247,10 +247,11 @@ class ParquetSource(RecordFilesSourceConfig):
 
         with path.open("rb") as raw, TemporaryFile() as copy:
             # Its rows are not read from the beginning to the end, and a remote file is read once.
-            if copied := hashed and is_remote(path):
+            if hashed and is_remote(path):
                 shutil.copyfileobj(content := _Hashed(raw), copy, CHUNK_BYTES)
                 hashed(content.hash.hexdigest())
-            file = parquet.ParquetFile(copy if copied else raw)
+                raw = copy
+            file = parquet.ParquetFile(raw)
             names = file.schema_arrow.names
             fields = [name for name in (self.text_field, self.name_field, self.unscored_field) if name]
             if not set(fields) <= set(names):
