@@ -13,7 +13,9 @@ from decoders import with_mixer
 from meliad_like.kernels import window_tpu
 from meliad_like.kernels.registry import KERNELS, RECURRENCES
 from meliad_like.kernels.scan_tpu import scan_in_kernel
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import kernel_check, rg_lru
+from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
@@ -87,6 +89,41 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
     monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(memory=wrong))
     kernel, line = checked(config)
     assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
+
+
+def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypatch):
+    """To 1e-5, gradients too: groups of keys, a cache, a document that begins inside, and a span that ends inside."""
+    monkeypatch.setitem(kernel_check.ERRORS, "float32", 1e-5)
+    span = DotProductAttention(span=150, num_key_heads=1)
+    config = dataclasses.replace(CONFIG, window_length=128, mixers=(span,), pattern=("dot_product_attention",))
+    assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
+    right = KERNELS["interpreted"].attend_span
+    for changes in ({"span": 149}, {"key_document": 0}):
+        wrong = KERNELS["interpreted"]._replace(attend_span=functools.partial(with_other_arguments, right, changes))
+        monkeypatch.setitem(KERNELS, "interpreted", wrong)
+        kernel, line = checked(config)
+        assert kernel == "none" and "the default is used instead: dot_product_attention: the error of " in line
+    assert kernel_that_works(dataclasses.replace(config, window_length=64).shape, "float32", "interpreted") == "none"
+
+
+def with_other_arguments(attend, changes, query, key, value, query_document, key_document, span):
+    if "key_document" in changes:  # All in one.
+        query_document, key_document = 0 * query_document, 0 * key_document
+    return attend(query, key, value, query_document, key_document, changes.get("span", span))
+
+
+def test_the_kernel_of_attention_to_a_span_on_several_devices():
+    """More devices than heads of keys."""
+    array = functools.partial(np.random.default_rng(0).normal, size=(2, 4, 128, 4))
+    query, keys = jnp.asarray(array(), jnp.float32), [jnp.asarray(array()[:, :2], jnp.float32) for _ in range(2)]
+    documents = jnp.zeros((2, 128), jnp.int32)
+
+    def attend(query, key, value):
+        return KERNELS["interpreted"].attend_span(query, key, value, documents, documents, 50)
+
+    expected = jax.jit(attend)(query, *keys)
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=4))):
+        np.testing.assert_allclose(jax.jit(attend)(query, *keys), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])

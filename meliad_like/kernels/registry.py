@@ -12,6 +12,7 @@ from meliad_like.kernels import (
     recurrence_gpu,
     recurrence_tpu,
     scan_tpu,
+    span_tpu,
     states_tpu,
     window_gpu,
     window_tpu,
@@ -30,6 +31,8 @@ class Kernel(NamedTuple):
     """Attention to the window, with the arguments of `window_tpu.attend_window_in_kernel`."""
     attend_states: Callable[..., Array] | None
     """Attention of and to states, as `states_tpu.attend_unit_in_kernel`; None: without a kernel."""
+    attend_span: Callable[..., Array] | None
+    """Attention to a span of tokens, as `span_tpu.attend_span_in_kernel`; None: without a kernel."""
     memory: Operations | None
     """A search of memories by bucket, and attention to the memories found; None: without a kernel."""
     platform: str | None
@@ -48,6 +51,7 @@ KERNELS = {
     "tpu": Kernel(
         window_tpu.attend_window_in_kernel,
         states_tpu.attend_unit_in_kernel,
+        span_tpu.attend_span_in_kernel,
         memory_tpu.operations(),
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
@@ -57,6 +61,7 @@ KERNELS = {
         window_gpu.attend_window_in_kernel,
         None,
         None,
+        None,
         "gpu",
         lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
         f"a GPU, a window that is a multiple of {SMALLEST_TILE}, and heads of one of the sizes {HEAD_SIZES}",
@@ -64,6 +69,7 @@ KERNELS = {
     "interpreted": Kernel(
         functools.partial(window_tpu.attend_window_in_kernel, interpret=True),
         functools.partial(states_tpu.attend_unit_in_kernel, interpret=True),
+        functools.partial(span_tpu.attend_span_in_kernel, interpret=True),
         memory_tpu.operations(interpret=True),
         None,
         lambda w, k: True,
@@ -92,6 +98,12 @@ def kernel_of_states(name: str, num_states: int, head_size: int) -> Callable[...
     """The kernel for attention of and to this many states that belongs to an `attention_kernel`; None if none does."""
     kernel = KERNELS.get(name)
     return kernel.attend_states if kernel and kernel.fits(num_states, head_size) else None
+
+
+def kernel_of_span(name: str, window_length: int) -> Callable[..., Array] | None:
+    """The kernel for attention to a span, in blocks of this length, that belongs to an `attention_kernel`; None if none
+    does."""
+    return KERNELS[name].attend_span if name in KERNELS and window_length % ROWS == 0 else None
 
 
 def kernel_of_memory(name: str, search: MemorySearch, num_neighbors: int, head_size: int) -> Operations | None:

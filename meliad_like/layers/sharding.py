@@ -3,10 +3,11 @@
 The mesh axis `sequence` shards the tokens of a segment: each device has consecutive blocks.
 
 A function that is run by `over_sequence` sees the blocks of one device. A block needs only the window before it, so a
-layer receives one window from the device on the left (`from_left`), and a recurrent layer also its states
-(`scan_in_order`); nothing else passes along the axis before the end of the segment (`from_rightmost`). This is a manual
-`jax.shard_map` over this axis alone, because the compiler would derive other layouts: it gathers the tokens wherever
-lanes and tokens become one axis, and wherever the loss is computed slice by slice.
+layer receives one window from the device on the left (`from_left`), a recurrent layer also its states
+(`scan_in_order`), and attention to longer spans the keys and values of all devices (`from_all`); nothing else passes
+along the axis before the end of the segment (`from_rightmost`). This is a manual `jax.shard_map` over this axis alone,
+because the compiler would derive other layouts: it gathers the tokens wherever lanes and tokens become one axis, and
+wherever the loss is computed slice by slice.
 
 Without sharding along the axis, all of these functions are identities, and the compiled program is unchanged.
 """
@@ -62,12 +63,22 @@ def over_sequence(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
     return jax.shard_map(function, in_specs=(cut, whole), out_specs=(cut, whole), axis_names={AXIS}, check_vma=False)
 
 
-def own_blocks(x: Array) -> Array:
-    """The device's own part of a replicated array [b, c, ...]."""
+def own_blocks(x: Array, axis: int = 1, before: int = 0) -> Array:
+    """The device's own part of a replicated array along an axis, and the `before` entries before it, which the array
+    has in addition to those of all devices."""
     if num_parts() == 1:
         return x
-    size = x.shape[1] // num_parts()
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * size, size, axis=1)
+    size = (x.shape[axis] - before) // num_parts()
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * size, before + size, axis)
+
+
+def from_all(x: Array, axis: int) -> Array:
+    """The parts of all devices along an axis, from left to right."""
+    if num_parts() == 1:
+        return x
+    # As in `from_rightmost`: the gradient is a sum over devices.
+    y = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return jax.lax.all_gather(y, AXIS, axis=axis, tiled=True).astype(x.dtype)
 
 
 def from_left(last: tuple[Array, ...], first: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -21,11 +21,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
+from meliad_like.kernels.registry import kernel_of_span
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.positions import Turns, turned
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable
+from meliad_like.layers.sharding import from_all, own_blocks
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.registry import kind_field, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
@@ -101,17 +103,24 @@ class SpanAttention(Mixer):
         # The cached blocks before the segment, the oldest first, and then the segment's.
         before = (carry.position[:, None] // w - np.arange(ring - 1, 0, -1)) % ring
         keys, values = (
-            jnp.concatenate([_blocks(cached, ring, before), new.astype(cached.dtype)], axis=2)
+            jnp.concatenate([_blocks(cached, ring, before), from_all(new.astype(cached.dtype), axis=2)], axis=2)
             for cached, new in ((carry.key, key), (carry.value, value))
         )
         # The ring's blocks after the segment: each holds the last block of the document that belongs there.
-        last = ring + c - 2 - (read[:, None] // w - 1 - np.arange(ring)) % ring
+        last = keys.shape[2] - 1 - (read[:, None] // w - 1 - np.arange(ring)) % ring
         kept_keys, kept_values = (rearrange(_take(y, last), "b g r w k -> b g (r w) k") for y in (keys, values))
+        keys, values = (own_blocks(y, axis=2, before=ring - 1) for y in (keys, values))
         if self.table is not None:
             keys = turned(keys, _each_block(self.table.of((np.arange(ring + c - 1) - (ring - 1)) * w)))
             query = turned(query, _each_block(self.table.of(np.arange(c) * w)))
-        query = rearrange(query, "b (g j) c w k -> c b g (j w) k", g=g)
+        after = AttentionCache(kept_keys, kept_values, read)
         rate = self.shape.dropout_rate
+        attend_span = kernel_of_span(self.shape.attention_kernel, w)
+        if attend_span and (dropout_key is None or rate == 0):
+            tokens = (rearrange(y.astype(x.dtype), "b h c w k -> b h (c w) k") for y in (query, keys, values))
+            mixed = attend_span(*tokens, *self._documents(positions), self.config.span)
+            return self._output(mixed, gate), after
+        query = rearrange(query, "b (g j) c w k -> c b g (j w) k", g=g)
 
         def attend_block(i, query, position, dropout_key):
             near = (jax.lax.dynamic_slice_in_dim(y, i, ring, axis=2) for y in (keys, values))
@@ -133,7 +142,15 @@ class SpanAttention(Mixer):
 
             _, mixed = jax.lax.scan(step, None, (jnp.arange(c), query, positions.T))
         mixed = rearrange(mixed, "c b g (j w) k -> b (g j) (c w) k", w=w)
-        return self._output(mixed.astype(x.dtype), gate), AttentionCache(kept_keys, kept_values, read)
+        return self._output(mixed.astype(x.dtype), gate), after
+
+    def _documents(self, positions: Int[Array, "b c"]) -> tuple[Int[Array, "b n"], Int[Array, "b s"]]:
+        """The document of each query, by the number of its document's tokens before its block, and of each key: the
+        place among the keys at which it begins. Keys of documents without queries are in none."""
+        begins = (self.ring - 1 + np.arange(positions.shape[1])) * self.w - positions
+        places = np.arange((self.ring - 1 + positions.shape[1]) * self.w)
+        begun = jnp.where(begins[:, :, None] <= places, begins[:, :, None], np.iinfo(np.int32).min)
+        return jnp.repeat(begins, self.w, axis=1), jnp.max(begun, axis=1)
 
     def _seen(self, position: Int[Array, " b"]) -> Bool[Array, "b 1 t s"]:
         """True where the queries of a block see a key of the ring's blocks, the last of which is their own: in the
@@ -261,6 +278,9 @@ class SpanAttentionConfig(MixerConfig):
     def build(self, shape, *, rngs):
         return SpanAttention(self, shape, rngs=rngs)
 
+    def has_kernel(self, shape, kind):
+        return kind == "attention" and kernel_of_span(shape.attention_kernel, shape.window_length) is not None
+
     def flops(self, shape):
         """The operations of projections, and of products with all keys of the cache's blocks, as they are computed."""
         h, g, k = shape.num_heads, self.key_heads(shape), shape.head_size
@@ -271,7 +291,6 @@ class SpanAttentionConfig(MixerConfig):
         return Traits(
             attends_to=lambda position: np.minimum(position, self.span - 1),
             limited_by=f"{type(self).__name__}.span",
-            sequential_because="a span of attention reaches into more than the block before",
             output_bias=self.output_bias,
         )
 

@@ -8,7 +8,7 @@ Where devices are only planned (`meliad_like.plan`), the kernels must compile fo
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from meliad_like.kernels.registry import RECURRENCES, kernel_of_platform
+from meliad_like.kernels.registry import KERNELS, RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
 from meliad_like.mixers.base import MIXERS, DecoderShape, KernelKind, LayerContext, Mixer
 from meliad_like.mixers.sliding_window import WindowAttention
@@ -39,23 +39,33 @@ def kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None
 
     One line on stderr says what was found. All processes must call it, and get the same result.
     """
+    if not _has_window(shape):
+        return _kernel_of_mixers(shape, dtype, "attention", kernel, KERNELS)
     kernel = kernel or kernel_of_platform(shape.window_length, shape.head_size)
-    has_window = any(mixer.has_window for mixers in shape.layers for mixer in mixers)
-    if kernel == "none" or not has_window:
-        return "none"
     sizes = shape.window_length, shape.num_heads, shape.model_width
-    if nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
+    if kernel == "none" or nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
         return "none"
     return _checked(shape, dtype, "attention", kernel, _planned_for())
 
 
 def recurrence_kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
     """`kernel_that_works` for linear recurrences."""
-    kernel = kernel or (platform() if platform() in RECURRENCES else "none")
-    with_kernel = dataclasses.replace(shape, recurrence_kernel=kernel)
-    if not any(mixer.has_kernel(with_kernel, "recurrence") for mixers in shape.layers for mixer in mixers):
+    return _kernel_of_mixers(shape, dtype, "recurrence", kernel, RECURRENCES)
+
+
+def _kernel_of_mixers(
+    shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str | None, names: Container[str]
+) -> str:
+    """The kernel, or the platform's if it is among these names, that works for the mixers that use kernels."""
+    kernel = kernel or (platform() if platform() in names else "none")
+    with_kernel = dataclasses.replace(shape, **{f"{kind}_kernel": kernel})
+    if not any(mixer.has_kernel(with_kernel, kind) for mixers in shape.layers for mixer in mixers):
         return "none"
-    return _checked(shape, dtype, "recurrence", kernel, _planned_for())
+    return _checked(shape, dtype, kind, kernel, _planned_for())
+
+
+def _has_window(shape: DecoderShape) -> bool:
+    return any(mixer.has_window for mixers in shape.layers for mixer in mixers)
 
 
 def _planned_for() -> str | None:
@@ -108,7 +118,9 @@ def _problem(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, pla
 
 def _modules(shape: DecoderShape, kind: KernelKind) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
     """The modules that are checked: names and constructors of those that use the kernels, with or without dropout."""
-    for with_dropout in (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" else ():
+    for with_dropout in (
+        (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" and _has_window(shape) else ()
+    ):
         yield "the window", WindowAttention, with_dropout
     for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:
         if mixer.has_kernel(shape, kind):
