@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,38 +33,8 @@ MEASURED = (
 """The figures of a row that are measured, so that no two runs share them."""
 
 
-class LogFacts(NamedTuple):
-    """The facts for the log of a stage that are known before its first step."""
-
-    learning_rate: Callable[[int], object]
-    """A function from the number of updates done to the learning rate of the next one."""
-    tokens_per_step: int
-    epochs_per_step: float
-    """The share of an epoch in a step. An epoch of a mixture of stores reads as many targets as all of them have."""
-    bytes_per_token: float
-    """The number of bytes for each target; NaN if bytes are not counted."""
-    flops_per_token: float
-    peak_flops: float
-    """Peak FLOP/s of all devices."""
-    leaks_the_future: bool
-
-
-def log_facts(setup: StageSetup) -> LogFacts:
-    """The facts for the log of a stage. On a device without a data sheet it measures the peak rate, once."""
-    run, totals = setup.run, [store.totals("train") for store in setup.stores]
-    return LogFacts(
-        learning_rate=applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps)),
-        tokens_per_step=run.data.tokens_per_step,
-        epochs_per_step=epochs_per_step(setup),
-        bytes_per_token=run.data.bytes_per_target(totals),
-        flops_per_token=setup.model.training_flops_per_token,
-        peak_flops=peak_flops(run.model.activation_dtype) * jax.device_count(),
-        leaks_the_future=setup.reader.leaks_the_future,
-    )
-
-
 def epochs_per_step(setup: StageSetup) -> float:
-    """The share of an epoch in a step of a stage (`LogFacts`)."""
+    """The share of an epoch in a step of a stage. An epoch of a mixture of stores has the targets of all of them."""
     data = setup.run.data
     targets = sum(data.num_targets(store.totals("train")) for store in setup.stores)
     return data.tokens_per_step * (1 - setup.reader.padding_share) / targets
@@ -96,33 +65,74 @@ def reading_report(setups: Sequence[StageSetup]) -> list[str]:
 
 
 class StepLog:
-    """Collects the metrics of the steps between two logs, and writes their averages."""
+    """The log of a stage's steps. It writes the averages of the steps between two logs."""
 
-    def __init__(self, facts: LogFacts, writer: MetricsWriter, batches: BatchIterator):
-        self._facts, self._writer, self._batches = facts, writer, batches
-        self._num_steps = 0
-        self._seconds_out = self._waited = 0.0
+    def __init__(
+        self, setup: StageSetup, writer: MetricsWriter, save: Callable[[int, TrainState], None], workdir: object
+    ):
+        """On a device without a data sheet it measures the peak rate, once.
+
+        `save` saves the state before a step that is not finite; messages name the `workdir`.
+        """
+        run = setup.run
+        self._setup, self._writer, self._save, self._workdir = setup, writer, save, workdir
+        self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
+        self._epochs_per_step = epochs_per_step(setup)
+        self._bytes_per_token = run.data.bytes_per_target([store.totals("train") for store in setup.stores])
+        self._flops_per_token = setup.model.training_flops_per_token
+        self._peak_flops = peak_flops(run.model.activation_dtype) * jax.device_count()
+
+    def start(self, batches: BatchIterator) -> None:
+        """Starts the clock, after compilation."""
+        self._batches, self._num_steps, self._seconds_out, self._waited = batches, 0, 0.0, 0.0
         self._began = time.perf_counter()
 
-    def add(self, metrics: StepMetrics) -> int:
-        """Adds a step; returns the number of steps in a row, up to this one, that were not finite."""
+    def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:
+        """Logs every `log_every` steps, and after the stage's last step; `state` is one after `step` or later.
+
+        Raises:
+          UserError: the step is not finite and the policy is to stop, after saving the state before it; too many steps
+            in a row were skipped; or whatever the policy, the parameters after the step are not finite, which are not
+            saved.
+        """
+        metrics, setup, unlogged = jax.device_get(metrics), self._setup, self._writer.unlogged
+        training = setup.run.training
+        if not np.isfinite(metrics.parameter_norm):
+            problem = f"the parameters after step {step} are not finite, although loss and gradient were"
+            raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
+        stops = not metrics.finite and training.nonfinite == "stop"
+        if stops:
+            # Before a row is written with the steps that the resumed run has to log. A halted step changes no state.
+            self._save(int(state.step), setup.to_save(state))
         self._num_steps += 1
-        unlogged = self._writer.unlogged
         # Skipped steps don't count in the averages.
         unlogged.consecutive_skips = 0 if metrics.finite else unlogged.consecutive_skips + 1
         if metrics.finite:
             unlogged.add(int(metrics.num_tokens), {"loss": metrics.loss, "accuracy": metrics.accuracy})
-        return unlogged.consecutive_skips
+        if step % training.log_every == 0 or step == setup.stage.last_step:
+            self._write(step, metrics)
+        if stops:
+            raise UserError(
+                f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {int(state.step)} "
+                "is saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another "
+                f"run from there with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
+            )
+        if unlogged.consecutive_skips >= min(training.max_consecutive_skips, training.num_steps):
+            skipped = f"{unlogged.consecutive_skips} steps in a row were skipped, the last one step {step}"
+            raise UserError(
+                f"{skipped}: {_culprit(setup, step, metrics)}; begin another run with a smaller learning rate: "
+                f"--load_dir={self._workdir} --workdir=NEW, or raise TrainingConfig.max_consecutive_skips"
+            )
 
-    def write(self, step: int, last: StepMetrics) -> None:
+    def _write(self, step: int, last: StepMetrics) -> None:
         """Writes the averages of the steps since the last call; `step` is the last of them."""
-        facts, now = self._facts, time.perf_counter()
+        now, leaks = time.perf_counter(), self._setup.reader.leaks_the_future
         seconds = max(now - self._began - self._seconds_out, 1e-9)
         averages, num_tokens = self._writer.unlogged.take()
         bits = averages.get("loss", math.nan) / math.log(2)
-        bits_per_byte = bits / facts.bytes_per_token
-        tokens_per_second = facts.tokens_per_step * self._num_steps / seconds
-        flops = facts.flops_per_token * tokens_per_second
+        bits_per_byte = bits / self._bytes_per_token
+        tokens_per_second = self._setup.run.data.tokens_per_step * self._num_steps / seconds
+        flops = self._flops_per_token * tokens_per_second
         self._writer.write(
             step,
             {
@@ -132,22 +142,23 @@ class StepLog:
                 "accuracy": averages.get("accuracy", math.nan),
                 **{name: float(getattr(last, name)) for name in ("gradient_norm", "update_norm", "parameter_norm")},
                 # The optimizer does not count skipped steps. There is no rate before that of step 0.
-                "learning_rate": float(facts.learning_rate(max(step - 1 - int(last.num_skipped), 0))),
+                "learning_rate": float(self._learning_rate(max(step - 1 - int(last.num_skipped), 0))),
                 "num_tokens": num_tokens,
                 "num_skipped": int(last.num_skipped),
                 "tokens_per_second": tokens_per_second,
                 "seconds_per_step": seconds / self._num_steps,
                 "model_flops_per_second": flops,
-                "share_of_peak": flops / facts.peak_flops,
+                "share_of_peak": flops / self._peak_flops,
                 "data_wait_seconds": self._batches.seconds_waited - self._waited,
                 "memory_bytes": peak_memory_bytes(),
             },
-            kind=label("train", facts.leaks_the_future),
+            kind=label("train", leaks),
         )
-        speed, epochs = f"{tokens_per_second:,.0f} tokens/s", f"{step * facts.epochs_per_step:.1f} epochs"
+        speed, epochs = f"{tokens_per_second:,.0f} tokens/s", f"{step * self._epochs_per_step:.1f} epochs"
         skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
-        leaks = "  leaks the future" if facts.leaks_the_future else ""
-        self._writer.show(step, f"{bits_shown(bits, bits_per_byte)}  {speed}  {epochs}", skipped + leaks)
+        self._writer.show(
+            step, f"{bits_shown(bits, bits_per_byte)}  {speed}  {epochs}", skipped + "  leaks the future" * leaks
+        )
         self._num_steps, self._seconds_out, self._waited = 0, 0.0, self._batches.seconds_waited
         self._began = now
 
@@ -162,46 +173,6 @@ class StepLog:
 def bits_shown(per_token: float, per_byte: float) -> str:
     """The loss in a line of the log: by byte, unless bytes are not counted (`TokenStore.totals`)."""
     return f"{per_token:.3f} bits/token" if math.isnan(per_byte) else f"{per_byte:.3f} bits/byte"
-
-
-def step_report(
-    setup: StageSetup, log: StepLog, save: Callable[[int, TrainState], None], workdir: object
-) -> Callable[[int, StepMetrics, TrainState], None]:
-    """A function (step, its metrics, a later state) that logs every `log_every` steps, and after the stage's last step.
-
-    `save` saves the state before a step that is not finite; messages name the `workdir`. The returned function raises
-    a UserError if the step is not finite and the policy is to stop, after saving the state before it; if too many steps
-    in a row were skipped; and whatever the policy, if the parameters after the step are not finite, which are not
-    saved.
-    """
-    training = setup.run.training
-
-    def report(step: int, metrics: StepMetrics, state: TrainState) -> None:
-        metrics = jax.device_get(metrics)
-        if not np.isfinite(metrics.parameter_norm):
-            problem = f"the parameters after step {step} are not finite, although loss and gradient were"
-            raise UserError(f"{problem}: begin another run with a smaller learning rate: --workdir=NEW")
-        stops = not metrics.finite and training.nonfinite == "stop"
-        if stops:
-            # Before a row is written with the steps that the resumed run has to log. A halted step changes no state.
-            save(int(state.step), setup.to_save(state))
-        num_skips = log.add(metrics)
-        if step % training.log_every == 0 or step == setup.stage.last_step:
-            log.write(step, metrics)
-        if stops:
-            raise UserError(
-                f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {int(state.step)} "
-                "is saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another "
-                f"run from there with a smaller learning rate: --load_dir={workdir} --workdir=NEW"
-            )
-        if num_skips >= min(training.max_consecutive_skips, training.num_steps):
-            skipped = f"{num_skips} steps in a row were skipped, the last one step {step}"
-            raise UserError(
-                f"{skipped}: {_culprit(setup, step, metrics)}; begin another run with a smaller learning rate: "
-                f"--load_dir={workdir} --workdir=NEW, or raise TrainingConfig.max_consecutive_skips"
-            )
-
-    return report
 
 
 def _culprit(setup: StageSetup, step: int, metrics: StepMetrics) -> str:

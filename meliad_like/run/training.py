@@ -18,7 +18,7 @@ from meliad_like.remote import any_path
 from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
 from meliad_like.run.opening import save_vocabulary, stores_read
 from meliad_like.run.setup import StageSetup, metadata, set_up, starting_state
-from meliad_like.run.step_log import StepLog, log_facts, reading_report, step_report
+from meliad_like.run.step_log import StepLog, reading_report
 from meliad_like.training.checkpoints import Checkpoints, first_metadata
 from meliad_like.training.loop import Hook, Session, open_session, run_steps
 from meliad_like.training.processes import EXIT_STATUS, Ownership
@@ -135,11 +135,11 @@ def _train_stage(
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, writer = epath.Path(session.folder), session.writer
-    facts = log_facts(setup)
+    log = StepLog(setup, writer, save, folder)
     train_step = setup.program.compile_step()
     lanes = lane_sharding(setup.mesh, setup.reader.num_lanes)
     with load_batches(setup.reader, lanes, step - stage.first_step) as batches:
-        log = StepLog(facts, writer, batches)
+        log.start(batches)
         return run_steps(
             session,
             train_step,
@@ -149,7 +149,7 @@ def _train_stage(
             stage.last_step,
             num_steps=run.training.num_steps,
             log_every=run.training.log_every,
-            report=step_report(setup, log, save, folder),
+            report=log.report,
             hooks=[
                 Hook(run.training.evaluate_every, evaluation_hook(setup, writer, folder / "best")),
                 Hook(run.training.sample_every, sampling_hook(setup, folder / "samples")),
