@@ -1,10 +1,9 @@
 """The training loop: one step after the other, with reports, evaluations, checkpoints and traces."""
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from etils import epath
@@ -37,39 +36,30 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class Profiler:
+class Profiler(ExitStack):
     """Traces `--profile_steps` in process 0, for xprof and Perfetto. Use it in a `with` statement."""
 
     def __init__(self, workdir: epath.PathLike, steps: tuple[int, int] | None):
         """Traces from the first to the last of `steps` (None: nothing), into the folder `profile` of the run's."""
-        self._first, self._last = (sys.maxsize, 0) if steps is None or jax.process_index() else steps
+        super().__init__()
+        first, last = (1, 0) if steps is None or jax.process_index() else steps
+        self._steps, self._has_begun = range(first, last + 1), False
         self.folder = epath.Path(workdir) / "profile"
-        self._tracing = ExitStack()
-        self._is_tracing = False
 
     def before(self, step: int, state: Any) -> None:
         """Call it before a step is dispatched, with the state from which the step starts."""
-        if not self._is_tracing and self._first <= step <= self._last:
+        if step in self._steps and not self._has_begun:
             # Wait for earlier steps, which must not be in the trace.
             jax.block_until_ready(state)
-            local = self._tracing.enter_context(written_locally(self.folder))
-            self._tracing.enter_context(jax.profiler.trace(local))
-            self._is_tracing = True
+            self.enter_context(jax.profiler.trace(self.enter_context(written_locally(self.folder))))
+            self._has_begun = True
 
     def after(self, step: int, metrics: Any) -> bool:
         """Call it after a step is dispatched. Returns whether the trace was completed and written with this step."""
-        if not self._is_tracing or step < self._last:
-            return False
-        jax.block_until_ready(metrics)
-        self._tracing.close()
-        self._is_tracing, self._first = False, sys.maxsize
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._tracing.close()
+        if is_last := self._has_begun and step == self._steps[-1]:
+            jax.block_until_ready(metrics)
+            self.close()
+        return is_last
 
 
 class Session(NamedTuple):
