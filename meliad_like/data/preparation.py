@@ -57,6 +57,7 @@ from meliad_like.resumable import check_same, locked, read_json, whole_folder, w
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.
+CONSOLE = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 PARTS_NAME, PART_NAME, VOCABULARY_NAME = "parts.json", "part.json", "vocabulary"
 
 
@@ -107,20 +108,19 @@ def prepare(
     Raises:
       UserError: `folder` holds something else, a document is bad, a part is missing, or the disk is full.
     """
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
     if is_remote(folder):
         place, local = any_path(folder), _prepared(folder)
         try:
-            work = None if local.exists() else _work(place, source, opened, vocabulary, console)
+            work = None if local.exists() else _work(place, source, opened, vocabulary)
             if work and work.earlier:
                 added = _prepared(work.folder)
                 shutil.rmtree(added, ignore_errors=True)
-                _write_version(added, work, num_workers, for_training, console)
-                _upload(added, work.folder, console)
+                _write_version(added, work, num_workers, for_training)
+                _upload(added, work.folder)
             elif work or local.exists():
                 prepare(source, vocabulary, local, num_workers, for_training=for_training)
-                _upload(local, place, console)
+                _upload(local, place)
             return TokenStore(place)
         except refusals() as error:
             raise UserError(
@@ -129,13 +129,13 @@ def prepare(
     folder, parts = _places(folder)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
-        if work := _work(folder, source, opened, vocabulary, console):
-            _write_version(Path(work.folder), work, num_workers, for_training, console, parts)
+        if work := _work(folder, source, opened, vocabulary):
+            _write_version(Path(work.folder), work, num_workers, for_training, parts)
             shutil.rmtree(parts, ignore_errors=True)
     store = TokenStore(folder)
     for warning in _warnings(source, opened, store):
-        console.print(warning, style="yellow")
-    _print_table(store, console)
+        CONSOLE.print(warning, style="yellow")
+    _print_table(store)
     return store
 
 
@@ -144,31 +144,29 @@ def _prepared(place: epath.PathLike) -> Path:
     return cache_folder("prepared") / quote(os.fspath(place), safe="")
 
 
-def _upload(local: Path, place: AnyPath, console: Console) -> None:
+def _upload(local: Path, place: AnyPath) -> None:
     """Copies a version of a token store to an object store, and keeps it as this machine's copy."""
-    console.print(f"copying the token store to {place}")
+    CONSOLE.print(f"copying the token store to {place}")
     copy_folder(epath.Path(local), epath.Path(place), last=STORE_NAME)
     copy = cache_folder("stores") / read_info(local).fingerprint
     copy.parent.mkdir(exist_ok=True)
     shutil.rmtree(local) if copy.exists() else local.rename(copy)
 
 
-def _write_version(
-    folder: Path, work: Work, num_workers: int, for_training: bool, console: Console, parts: Path | None = None
-) -> None:
+def _write_version(folder: Path, work: Work, num_workers: int, for_training: bool, parts: Path | None = None) -> None:
     """Writes the first version of a token store, joining its `parts` if there are any, or what a further one adds."""
     config, source, earlier = work.config, work.source, work.earlier
     with whole_folder(folder) as incomplete:
         if earlier:
             encoder, before = earlier.vocabulary, [earlier.fingerprint]
-            written = _write(incomplete, earlier.folder, config, source.only(work.files), num_workers, console)
+            written = _write(incomplete, earlier.folder, config, source.only(work.files), num_workers)
         elif parts and (parts / PARTS_NAME).exists():
             (encoder, written), before = _join(incomplete, parts, work), []
         else:
             filled, before = fill_splits(config, source), []
-            encoder = _make_vocabulary(config, filled, work.vocabulary, console)
+            encoder = _make_vocabulary(config, filled, work.vocabulary)
             encoder.save(incomplete)
-            written = _write(incomplete, incomplete, config, filled, num_workers, console)
+            written = _write(incomplete, incomplete, config, filled, num_workers)
         _check_store(incomplete, work, written, for_training)
         contents = source_fingerprint(config, source)
         write_files(incomplete, source, work.files)
@@ -209,9 +207,8 @@ def prepare_part(
     if is_remote(folder):
         raise UserError(f"--part makes a part of a token store on a disk that the machines share, not of {folder}")
     folder, parts = _places(folder)
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     opened = open_source(source)
-    work = _work(folder, source, opened, vocabulary, console)
+    work = _work(folder, source, opened, vocabulary)
     if work is None:
         return
     if work.earlier:
@@ -225,17 +222,17 @@ def prepare_part(
             write_json(parts / PARTS_NAME, identity)
         if not (parts / VOCABULARY_NAME).exists():
             with whole_folder(parts / VOCABULARY_NAME) as incomplete:
-                _make_vocabulary(source, opened, vocabulary, console).save(incomplete)
+                _make_vocabulary(source, opened, vocabulary).save(incomplete)
     part_folder = parts / str(part)
     with locked(parts / f".{part}.lock"):
         if part_folder.exists():
-            console.print(f"reusing part {part}/{number} in {part_folder}")
+            CONSOLE.print(f"reusing part {part}/{number} in {part_folder}")
             return
         with whole_folder(part_folder) as incomplete:
             documents = opened.part(part - 1, number)
-            written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers, console)
+            written = _write(incomplete, parts / VOCABULARY_NAME, source, documents, num_workers)
             write_json(incomplete / PART_NAME, asdict(written) | {"contents": documents.contents})
-    console.print(f"part {part}/{number} is in {part_folder}")
+    CONSOLE.print(f"part {part}/{number} is in {part_folder}")
 
 
 def _places(folder: epath.PathLike) -> tuple[Path, Path]:
@@ -244,9 +241,7 @@ def _places(folder: epath.PathLike) -> tuple[Path, Path]:
     return folder, folder.with_name(f"{folder.name}.parts")
 
 
-def _work(
-    folder: AnyPath, config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
-) -> Work | None:
+def _work(folder: AnyPath, config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> Work | None:
     """What is not yet in the token store of these documents and settings in a folder; None: it has all documents."""
     if not folder.exists() or not any(folder.iterdir()):
         return Work(folder, None, source.files, config, source, vocabulary)
@@ -260,10 +255,10 @@ def _work(
         contents = source_fingerprint(config, source)
         check_same(folder, {"source": store.info.source}, {"source": contents}, way_out=way_out)
     if not added:
-        console.print(f"reusing the token store {folder}")
+        CONSOLE.print(f"reusing the token store {folder}")
         return None
     version = version_name(store.version + 1)
-    console.print(f"adding to the token store {folder}, as {version}, in its vocabulary: {len(added)} new files")
+    CONSOLE.print(f"adding to the token store {folder}, as {version}, in its vocabulary: {len(added)} new files")
     return Work(folder / version, store, added, config, source, vocabulary)
 
 
@@ -302,60 +297,51 @@ def _join(folder: Path, parts: Path, work: Work) -> tuple[Vocabulary, Written]:
     return vocabulary, Written({split: writer.close() for split, writer in writers.items()}, skipped, changed)
 
 
-def _make_vocabulary(
-    config: SourceConfig, source: Source, vocabulary: VocabularyConfig, console: Console
-) -> Vocabulary:
+def _make_vocabulary(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> Vocabulary:
     if not vocabulary.trained:
         return vocabulary.make()
 
     def texts() -> Iterator[str]:
-        documents = _with_progress(read_all(source), source, console, "reading documents for the vocabulary")
-        for document in _good(documents, config, [], console):
+        for document in _good(read_all(source), config, source, [], "reading documents for the vocabulary"):
             if document.split == "train":
                 yield document.text
-        console.print("learning the vocabulary")
+        CONSOLE.print("learning the vocabulary")
 
     return vocabulary.make(texts())
 
 
 def _good(
-    results: Iterable[Result | BadDocumentError], config: SourceConfig, skipped: list[str], console: Console
+    results: Iterable[Result | BadDocumentError], config: SourceConfig, source: Source, skipped: list[str], what: str
 ) -> Iterator[Result]:
-    """The results that are not bad documents. The reasons of those that the config leaves out are added to `skipped`.
+    """The results that are not bad documents, while a progress bar shows their number and `what` is done. The reasons
+    of those that the config leaves out are added to `skipped`.
 
     At the end, if there are others, it prints the first reasons of each kind and raises a UserError with the numbers.
     """
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     kinds: dict[str, list[str]] = {}
-    for result in results:
-        if not isinstance(result, BadDocumentError):
-            yield result
-        elif result.policy and getattr(config, result.policy) == "skip":
-            skipped.append(str(result))
-        else:
-            kinds.setdefault(result.kind, []).append(str(result))
+    with Progress(*columns, console=CONSOLE) as progress:
+        for result in progress.track(results, total=source.num_documents):
+            if not isinstance(result, BadDocumentError):
+                yield result
+            elif result.policy and getattr(config, result.policy) == "skip":
+                skipped.append(str(result))
+            else:
+                kinds.setdefault(result.kind, []).append(str(result))
     if not kinds:
         return
     first, *further = itertools.chain.from_iterable(kinds.values())
     if not further:
         raise UserError(first)
     for kind, reasons in kinds.items():
-        console.print("\n".join(reasons[:SHOWN]), style="yellow")
+        CONSOLE.print("\n".join(reasons[:SHOWN]), style="yellow")
         if len(reasons) > SHOWN:
-            console.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
+            CONSOLE.print(f"... and {len(reasons) - SHOWN} more that {kind}", style="yellow")
     numbers = "; ".join(f"{len(reasons)} {kind} ({reasons[0]})" for kind, reasons in kinds.items())
     raise UserError(f"documents can't be used: {numbers}")
 
 
-def _with_progress(results: Iterator[Result], source: Source, console: Console, what: str) -> Iterator[Result]:
-    """The results for all documents of a source, while a progress bar shows their number."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        yield from progress.track(results, total=source.num_documents)
-
-
-def _write(
-    folder: Path, vocabulary: AnyPath, config: SourceConfig, source: Source, num_workers: int, console: Console
-) -> Written:
+def _write(folder: Path, vocabulary: AnyPath, config: SourceConfig, source: Source, num_workers: int) -> Written:
     """Writes all documents in order, with the saved vocabulary.
 
     Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
@@ -364,7 +350,7 @@ def _write(
     writers = {split: SplitWriter(folder / split, loaded) for split in SPLITS}
     skipped, changed = [], 0
     with contextlib.closing(encode_all(source, vocabulary, num_workers, folder)) as encoded:
-        for document in _good(_with_progress(encoded, source, console, "tokenising"), config, skipped, console):
+        for document in _good(encoded, config, source, skipped, "tokenising"):
             sizes = document.num_bytes, document.num_words
             writers[document.split].write(document.name, document.tokens, *sizes, document.unscored)
             changed += not document.restored
@@ -435,7 +421,7 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
             yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
 
 
-def _print_table(store: TokenStore, console: Console) -> None:
+def _print_table(store: TokenStore) -> None:
     # Imported here, because this imports pandas, and worker processes import this module.
     from meliad_like.tables import Table
 
@@ -446,4 +432,4 @@ def _print_table(store: TokenStore, console: Console) -> None:
         rows.append((name, *(f"{count:,}" for count in counts)))
     header = ("split", "documents", "tokens", "bytes", "words", "longest (tokens)")
     table = Table(f"{store.folder.name}, vocabulary of {store.vocabulary.size}", header, rows)
-    console.print(table.to_rich(), soft_wrap=False)
+    CONSOLE.print(table.to_rich(), soft_wrap=False)
