@@ -58,7 +58,6 @@ class TrackerConfig:
 
 
 @TRACKERS.register("tensorboard")
-@dataclass(frozen=True)
 class TensorBoard(TrackerConfig):
     """Event files in the working folder."""
 
@@ -101,7 +100,6 @@ class ProjectTrackerConfig(TrackerConfig):
 
 
 @TRACKERS.register("wandb")
-@dataclass(frozen=True)
 class WandbTracker(ProjectTrackerConfig):
     """Weights & Biases; with the environment variable `WANDB_MODE=offline`, files in the working folder instead."""
 
@@ -117,7 +115,6 @@ class WandbTracker(ProjectTrackerConfig):
 
 
 @TRACKERS.register("trackio")
-@dataclass(frozen=True)
 class TrackioTracker(ProjectTrackerConfig):
     """Trackio, a dashboard of this machine (`trackio show`); its files are in the folder that the environment variable
     `TRACKIO_DIR` names."""

@@ -6,7 +6,6 @@ last line is the end of the document, so that concatenated documents are the tok
 
 import collections
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from etils import epath
@@ -24,7 +23,6 @@ Counts = list[tuple[str, int]]
 
 
 @VOCABULARIES.register("dictionary")
-@dataclass(frozen=True)
 class DictionaryVocabularyConfig(FileVocabularyConfig):
     """Whole words between spaces, by rank, from fairseq's dict.txt or counted in the training documents."""
 

@@ -53,7 +53,6 @@ class FilesSourceConfig(SourceConfig):
 
 
 @SOURCES.register("text")
-@dataclass(frozen=True)
 class TextSource(FolderSourceConfig, FilesSourceConfig):
     """A folder of text files (`.txt`), one document per file; its name is its path without the suffix, below the folder
     (or, where all are in folders `train`, `validation` and `test` of it, below these)."""
@@ -63,7 +62,6 @@ class TextSource(FolderSourceConfig, FilesSourceConfig):
 
 
 @SOURCES.register("repositories")
-@dataclass(frozen=True)
 class RepositoriesSource(FolderSourceConfig, FilesSourceConfig):
     """Source trees, one document per sub-folder, all its files by path, each under a line `# file: path`."""
 
@@ -72,7 +70,6 @@ class RepositoriesSource(FolderSourceConfig, FilesSourceConfig):
 
 
 @SOURCES.register("standard_library")
-@dataclass(frozen=True)
 class StandardLibrarySource(FilesSourceConfig):
     """Python's own source (`.py`), one document per package or module; files that are not UTF-8 are left out.
 
@@ -154,13 +151,7 @@ def _open(
 
 
 def read_files(
-    name: str,
-    split: str,
-    root: AnyPath,
-    files: Sequence[str],
-    headers: bool,
-    skip_undecodable: bool,
-    encoding: str,
+    name: str, split: str, root: AnyPath, files: Sequence[str], headers: bool, skip_undecodable: bool, encoding: str
 ) -> Document:
     """A document of one or several files, one after the other.
 

@@ -7,7 +7,7 @@ or stream records that have no place in a file.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fsspec.utils import glob_translate
@@ -25,7 +25,6 @@ CONVERTED = "refs/convert/parquet"
 
 
 @SOURCES.register("huggingface")
-@dataclass(frozen=True)
 class HuggingFaceSource(ParquetSource, JsonLinesSource):
     """A data set of the Hugging Face Hub, in parquet files or JSON lines. Its card, or otherwise the names of folders
     and files, say which files are of which split.

@@ -97,7 +97,6 @@ class MixtureReader(LanesReader):
 
 
 @READERS.register("mixture")
-@dataclasses.dataclass(frozen=True)
 class MixtureReaderConfig(ReaderConfig):
     """Like lanes, with the documents of several token stores, each with its share of the targets."""
 

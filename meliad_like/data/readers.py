@@ -313,7 +313,6 @@ class ReaderConfig:
 
 
 @READERS.register("lanes")
-@dataclasses.dataclass(frozen=True)
 class LanesReaderConfig(ReaderConfig):
     """Each lane reads whole documents, and is reset when a document begins."""
 
@@ -322,7 +321,6 @@ class LanesReaderConfig(ReaderConfig):
 
 
 @READERS.register("windows")
-@dataclasses.dataclass(frozen=True)
 class WindowsReaderConfig(ReaderConfig):
     """Like lanes, but each segment is a separate sequence, whose windows repeat the last tokens of the window before
     (the model's `overlap`)."""
@@ -342,7 +340,6 @@ class WindowsReaderConfig(ReaderConfig):
 
 
 @READERS.register("stream")
-@dataclasses.dataclass(frozen=True)
 class StreamReaderConfig(ReaderConfig):
     """Each lane reads its own contiguous shard of all documents, and is reset only at the end of an epoch."""
 
@@ -353,7 +350,6 @@ class StreamReaderConfig(ReaderConfig):
 
 
 @READERS.register("shuffled")
-@dataclasses.dataclass(frozen=True)
 class ShuffledReaderConfig(StreamReaderConfig):
     """Segments of the stream in a random order, with a reset before each segment."""
 

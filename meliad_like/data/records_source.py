@@ -170,7 +170,6 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
 
 
 @SOURCES.register("jsonl")
-@dataclass(frozen=True)
 class JsonLinesSource(RecordFilesSourceConfig):
     """Files with one JSON object per line (`.jsonl` and `.ndjson`, also compressed by gzip or zstd, as which `.json.gz`
     and `.json.zst` are read too); the folder may also be one such file."""
@@ -222,7 +221,6 @@ class _Hashed(io.RawIOBase):
 
 
 @SOURCES.register("parquet")
-@dataclass(frozen=True)
 class ParquetSource(RecordFilesSourceConfig):
     """Parquet files (`.parquet`), one document per row, of which only the fields for text and name are read; the folder
     may also be one such file."""
@@ -281,7 +279,6 @@ def _with_bytes(rows: Any) -> Any:
 
 
 @SOURCES.register("tfds")
-@dataclass(frozen=True)
 class TfdsSource(RecordsSourceConfig):
     """A TensorFlow Datasets dataset in array_record files; the folder is the `data_dir`, or one version's folder."""
 

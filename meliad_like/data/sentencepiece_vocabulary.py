@@ -4,7 +4,6 @@ import functools
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -29,7 +28,6 @@ TRAINING_CHARACTERS = 100_000_000
 
 
 @VOCABULARIES.register("sentencepiece")
-@dataclass(frozen=True)
 class SentencePieceVocabularyConfig(FileVocabularyConfig):
     """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents, to which the
     fields apply."""

@@ -1,7 +1,6 @@
 """The vocabulary of a model without a tokenizer: token ids that stand for no text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
 from meliad_like.errors import UserError
@@ -10,7 +9,6 @@ from meliad_like.validation import check_positive
 
 
 @VOCABULARIES.register("token_ids")
-@dataclass(frozen=True)
 class TokenIdsVocabularyConfig(VocabularyConfig):
     """Token ids without a text, as of a published model whose folder has no tokenizer."""
 

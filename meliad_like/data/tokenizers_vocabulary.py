@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().ite
 
 
 @VOCABULARIES.register("tokenizers")
-@dataclass(frozen=True)
 class TokenizersVocabularyConfig(FileVocabularyConfig):
     """The byte-level BPE of a pretrained model: a tokenizer.json, or a folder with one."""
 

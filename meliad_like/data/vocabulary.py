@@ -250,7 +250,6 @@ class FileVocabularyConfig(VocabularyConfig):
 
 
 @VOCABULARIES.register("bytes")
-@dataclass(frozen=True)
 class BytesVocabularyConfig(VocabularyConfig):
     """The 256 bytes of UTF-8 and the end of a document, 257 tokens in all."""
 

@@ -12,7 +12,6 @@ from meliad_like.validation import check_choices
 
 
 @READERS.register("ancient_history")
-@dataclasses.dataclass(frozen=True)
 class AncientHistoryReaderConfig(ReaderConfig):
     """Windows that begin with spans of the document's distant past, in training and in evaluation."""
 

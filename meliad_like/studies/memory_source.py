@@ -10,7 +10,6 @@ that at any distance (docs/studies.md): their maps would show this and not the m
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations, starmap
 from typing import NamedTuple
@@ -140,7 +139,6 @@ class Cell(NamedTuple):
 
 
 @SOURCES.register("memory_tasks")
-@dataclass(frozen=True)
 class MemoryTasksSource(SourceConfig):
     """Documents made from random numbers: validation and test have a question each and the same number of documents in
     all cells of the grid of items and distances; training has the first cells of the grid.
@@ -224,7 +222,6 @@ class MemoryTasksSource(SourceConfig):
 
 
 @VOCABULARIES.register("memory_symbols")
-@dataclass(frozen=True)
 class MemorySymbolsConfig(VocabularyConfig):
     """The symbols of the documents of `memory_tasks`."""
 
