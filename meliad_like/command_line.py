@@ -40,12 +40,7 @@ an array above it is always given back."""
 
 SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "checkpoint": ("string", None, "Checkpoint folder, or the --workdir of a training.", {"required": True}),
-    "load_dir": (
-        "string",
-        None,
-        "Folder of the model with which the run starts, ours or of transformers.",
-        {},
-    ),
+    "load_dir": ("string", None, "Folder of the model with which the run starts, ours or of transformers.", {}),
     "step": ("integer", None, "Which checkpoint. Default: the newest.", {}),
     "store": ("string", None, "Token store. Default: the one that the model was trained with.", {}),
     "split": ("string", "test", "train, validation or test.", {}),

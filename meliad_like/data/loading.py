@@ -17,14 +17,8 @@ BATCHES_AHEAD, DEVICE_BATCHES_AHEAD = 4, 2
 """The largest numbers of batches that wait in the host's memory, and in the devices' memory."""
 
 
-def local_lanes(sharding: jax.sharding.Sharding, num_lanes: int) -> np.ndarray:
-    """The rows of a batch that this process's devices hold, in ascending order; lanes are the sharding's first axis."""
-    indices = sharding.addressable_devices_indices_map((num_lanes,)).values()
-    return np.unique(np.concatenate([np.arange(num_lanes)[index] for index in indices]))
-
-
 class BatchIterator(Iterator[Batch], AbstractContextManager):
-    """Batches on the devices, in the order of their steps. `close` or a `with` statement ends its threads."""
+    """Batches on the devices, in the order of their steps. A `with` statement ends its threads."""
 
     def __init__(self, batches: "grain.DatasetIterator[Batch]"):
         self._batches = batches
@@ -39,23 +33,17 @@ class BatchIterator(Iterator[Batch], AbstractContextManager):
         finally:
             self.seconds_waited += time.perf_counter() - began
 
-    def close(self) -> None:
+    def __exit__(self, *_) -> None:
         self._batches.close()
 
-    def __exit__(self, *_) -> None:
-        self.close()
 
-
-def load_batches(
-    reader: Reader,
-    sharding: jax.sharding.Sharding,
-    start_step: int = 0,
-) -> BatchIterator:
+def load_batches(reader: Reader, sharding: jax.sharding.Sharding, start_step: int = 0) -> BatchIterator:
     """Iterates over batches from `start_step` on. Each host makes only the lanes that its devices hold.
 
     `sharding` is the sharding of the lanes (`mesh.lane_sharding`).
     """
-    lanes = local_lanes(sharding, reader.num_lanes).tolist()
+    indices = sharding.addressable_devices_indices_map((reader.num_lanes,)).values()
+    lanes = np.unique(np.concatenate([np.arange(reader.num_lanes)[index] for index in indices])).tolist()
 
     def to_devices(batch: Batch) -> Batch:
         def put(local: np.ndarray) -> jax.Array:

@@ -33,14 +33,7 @@ import numpy as np
 from etils import epath
 
 from meliad_like.caches import cache_folder
-from meliad_like.data.documents import (
-    Source,
-    SourceConfig,
-    SourceFile,
-    open_source,
-    read_contents,
-    source_fingerprint,
-)
+from meliad_like.data.documents import Source, SourceConfig, SourceFile, open_source, read_contents
 from meliad_like.data.split import Documents, Names
 from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
@@ -335,8 +328,6 @@ class TokenStore:
         """
         if files_fingerprint(source) == self.info.files:
             return []
-        if not all((folder / FILES_NAME).exists() for folder in self.folders):  # an older store
-            return [] if source_fingerprint(config, source) == self.info.source else None
         saved: dict[str, list] = {}
         for folder in self.folders:
             saved |= read_object(folder / FILES_NAME)

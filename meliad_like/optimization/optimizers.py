@@ -91,12 +91,16 @@ class Adafactor(OptimizerConfig):
     """A parameter's second moment is stored as two vectors if its two largest dimensions have at least this size."""
 
     def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
+        def by_size(update, param):
+            return update * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(param))), 1e-3)
+
         # As optax.adafactor, whose states this chain has as well, except for the scale of the parameters.
         chain = [
             optax.scale_by_factored_rms(decay_rate=self.decay, min_dim_size_to_factor=self.factored_size),
             optax.clip_by_block_rms(1.0),
             optax.scale_by_learning_rate(rate, flip_sign=False),
-            scale_by_parameter_size(),
+            # As optax.scale_by_param_block_rms, which can be differentiated and therefore reads a parameter twice.
+            optax.stateless(lambda updates, params: jax.tree.map(by_size, updates, params)),
         ]
         if self.momentum:
             chain.append(optax.ema(self.momentum, debias=False))
@@ -340,15 +344,3 @@ def _kind_by_name(path: tuple[Any, ...]) -> Kind:
         if re.split("[/_]", name)[-1] in words:
             return kind
     raise UserError(f"the name of parameter {name} doesn't say what it is: give make_optimizer the kinds (Model.kinds)")
-
-
-def scale_by_parameter_size(smallest: float = 1e-3) -> optax.GradientTransformation:
-    """Multiplies the update of each parameter by the parameter's root mean square, which counts as at least `smallest`.
-
-    optax.scale_by_param_block_rms has the same value, but can be differentiated, for which it reads a parameter twice.
-    """
-
-    def scale(update, param):
-        return update * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(param))), smallest)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(scale, updates, params))

@@ -65,15 +65,9 @@ def encode_text(
 
 def check_text(text: object) -> None:
     """Raises a UserError for an object that is neither a text nor its tokens, such as a file."""
-    try:
-        tokens = np.asarray([] if isinstance(text, str) else text)
-    except ValueError:  # lists of several lengths
-        tokens = np.asarray(None)
+    tokens = np.asarray([] if isinstance(text, str) else text)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        ways_out = {"read": "pass what it reads, file.read()", "decode": "decode it, text.decode()"}
-        way_out = next((way_out for name, way_out in ways_out.items() if hasattr(text, name)), "pass one of these")
-        kind = type(text).__name__
-        raise UserError(f"a text is a str, or its tokens as a sequence of whole numbers, and not {kind}: {way_out}")
+        raise UserError(f"a text is a str, or its tokens as a sequence of whole numbers, and not {type(text).__name__}")
 
 
 def encode_prompt(vocabulary: Vocabulary, prompt: str, continues: bool = False) -> np.ndarray:

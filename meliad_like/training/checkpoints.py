@@ -50,14 +50,7 @@ class Checkpoints:
     With several processes, all of them must make the same calls.
     """
 
-    def __init__(
-        self,
-        folder: epath.PathLike,
-        *,
-        keep_last: int = 2,
-        keep_every: int = 0,
-        read_only: bool = False,
-    ):
+    def __init__(self, folder: epath.PathLike, *, keep_last: int = 2, keep_every: int = 0, read_only: bool = False):
         """
         Args:
           folder: parent of the steps' folders, local or on gs://. Other files and folders in it are not touched.
@@ -108,9 +101,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(params),
                     rest=ocp.args.StandardSave(rest),
-                    metadata=ocp.args.JsonSave(
-                        {"step": step, "metadata": dict(metadata), "arrays": _shapes(arrays)},
-                    ),
+                    metadata=ocp.args.JsonSave({"step": step, "metadata": dict(metadata), "arrays": _shapes(arrays)}),
                 ),
                 # The training loop decides when to save.
                 force=True,

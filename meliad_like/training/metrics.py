@@ -1,7 +1,6 @@
 """The outputs of a run's metrics: `metrics.jsonl`, its trackers, such as TensorBoard, and the progress line."""
 
 import functools
-import io
 import json
 import math
 import os
@@ -126,24 +125,14 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.write(step, {f"{kind}/{name}": value for name, value in finite.items()})
         if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
-            self._flush()
             self.upload("this is tried again")
 
     def _identity(self) -> str:
         """A random name, or the name of the attempt which this one resumes."""
         known = self._workdir / IDENTITY_NAME
-        try:
-            identity = known.read_text() if self._start_step and known.exists() else ""
-        except (OSError, UnicodeDecodeError) as error:
-            self.say(f"warning: {known} is damaged ({error}): the trackers get a new entry")
-            identity = ""
-        identity = identity or uuid.uuid4().hex[:12]
+        identity = known.read_text() if self._start_step and known.exists() else uuid.uuid4().hex[:12]
         (self._local / IDENTITY_NAME).write_text(identity)
         return identity
-
-    def _flush(self) -> None:
-        for tracker in self._trackers:
-            tracker.flush()
 
     def keep(self) -> dict[str, Any]:
         """Lets all rows reach the disk or the object store; returns the part of the log that a checkpoint saves."""
@@ -154,13 +143,16 @@ class MetricsWriter:
         return {"rows": self.num_rows, "unlogged": asdict(self.unlogged)}
 
     def upload(self, otherwise: str | None = None) -> None:
-        """Copies the files to an object store.
+        """Lets the trackers write their files, and copies all files to an object store.
 
         If the object store refuses the copy, this is a UserError, or a warning if `otherwise` says what happens next.
         """
+        if not self._active:
+            return
+        for tracker in self._trackers:
+            tracker.flush()
         try:
-            if self._active and self._remote:
-                self._flush()
+            if self._remote:
                 copy_folder(self._local, self._workdir)
         except refusals() as error:
             refused = f"the metrics can't be copied to {self._workdir}: {one_line(error)}"
@@ -230,9 +222,7 @@ def _readable_rows(path: epath.Path) -> tuple[list[tuple[bytes, dict[str, Any]]]
     """The complete lines of a metrics file that are rows, with these, and the first problem with the others."""
     text, problem, rows = b"", None, []
     try:
-        with path.open("rb") if path.exists() else io.BytesIO() as file:
-            while chunk := file.read(1 << 16):
-                text += chunk
+        text = path.read_bytes() if path.exists() else b""
     except OSError as error:
         problem = f"cannot read it: {error.strerror}"
     # A killed process has not completed the last line.
