@@ -215,12 +215,8 @@ class ReaderConfig:
     tokens_per_step: int = 131072
     """The number of tokens of a step over all lanes and hosts, padding included; a multiple of segment_length."""
 
-    repeats_windows: ClassVar[bool] = False
-    """Whether the reader serves models whose windows overlap."""
     first_tokens_are_targets: ClassVar[bool] = False
     """Whether a document's first token is predicted, too."""
-    used_by_evaluations: ClassVar[bool] = False
-    """Whether evaluation uses this reader too. If not, evaluation reads documents in order (`LanesReader`)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ("segment_length", "tokens_per_step"))
@@ -280,8 +276,12 @@ class ReaderConfig:
             )
 
     def training_overlap(self, overlap: int) -> int:
-        """The number of tokens that windows repeat in training, where they repeat `overlap` in evaluations."""
-        return overlap
+        """The number of tokens that windows repeat in training, where they repeat `overlap` in evaluations. Raises a
+        UserError if the reader does not serve models whose windows overlap."""
+        if overlap:
+            name = READERS.name_of(self)
+            raise UserError(f"windows with overlap={overlap} need RunConfig.data='windows', not {name!r}")
+        return 0
 
     def make(self, store: TokenStore, split: str, overlap: int = 0, **fields: Any) -> Reader:
         """The reader of some documents of a split.
@@ -293,10 +293,7 @@ class ReaderConfig:
         Raises:
           UserError: the documents can't be read in this way.
         """
-        if overlap and not self.repeats_windows:
-            raise UserError(
-                f"windows with overlap={overlap} need RunConfig.data='windows', not {READERS.name_of(self)!r}"
-            )
+        overlap = self.training_overlap(overlap)
         return self._reader(store, split, overlap, {**fields, "segment_length": self.segment_length})
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
@@ -305,11 +302,9 @@ class ReaderConfig:
     def evaluation_reader(
         self, store: TokenStore, split: str, window_length: int
     ) -> Callable[[Documents, int], Reader] | None:
-        """The function (documents of a split, number of lanes) -> the reader of an evaluation; None: reads in order."""
-        if not self.used_by_evaluations:
-            return None
-        fields = {"window_length": window_length, "shuffle": False, "epochs": 1}
-        return lambda documents, num_lanes: self.make(store, split, documents=documents, num_lanes=num_lanes, **fields)
+        """The function (documents of a split, number of lanes) -> the reader of an evaluation; None: evaluations read
+        documents in order (`LanesReader`)."""
+        return None
 
 
 @READERS.register("lanes")
@@ -330,13 +325,11 @@ class WindowsReaderConfig(ReaderConfig):
     train_disjoint: bool = False
     """Whether training windows repeat nothing, whatever overlap the model is evaluated with."""
 
-    repeats_windows = True
-
     def training_overlap(self, overlap: int) -> int:
         return 0 if self.train_disjoint else overlap
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
-        return LanesReader(**fields, overlap=self.training_overlap(overlap), separate=not self.segments_follow)
+        return LanesReader(**fields, overlap=overlap, separate=not self.segments_follow)
 
 
 @READERS.register("stream")

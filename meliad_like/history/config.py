@@ -1,10 +1,12 @@
 """The reader of ancient history as a kind that a run's config can name."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from meliad_like.data.batch import Reader
 from meliad_like.data.readers import READERS, ReaderConfig
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.history.settings import HistoryConfig
@@ -21,8 +23,6 @@ class AncientHistoryReaderConfig(ReaderConfig):
     with the necessary prefix, or (`file`) those that `python -m meliad_like.history select` has written."""
     selections: str = ""
     """The folder for `file`, with a sub-folder of selections for each split."""
-
-    used_by_evaluations = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +49,12 @@ class AncientHistoryReaderConfig(ReaderConfig):
                 f"HistoryConfig.window_length={window} needs a model with window_length={window} and overlap=0, and "
                 f"this one reads windows of window_length={block}"
             )
+
+    def evaluation_reader(
+        self, store: TokenStore, split: str, window_length: int
+    ) -> Callable[[Documents, int], Reader]:
+        fields = {"window_length": window_length, "shuffle": False, "epochs": 1}
+        return lambda documents, num_lanes: self.make(store, split, documents=documents, num_lanes=num_lanes, **fields)
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
         from meliad_like.history.reader import make_reader

@@ -148,15 +148,8 @@ class Checkpoints:
         return self._read_json(self._usable(step))["metadata"]
 
     def newest(self) -> int | None:
-        """The newest step that is not damaged; None if there is none. Warns once about each damaged step."""
-        for step in reversed(self.steps()):
-            known = step in self._damage
-            damage = self._find_damage(step)
-            if damage is None:
-                return step
-            if not known:
-                logging.warning("checkpoint %s is damaged (%s)", self.folder / str(step), damage)
-        return None
+        """The newest step that is not damaged; None if there is none."""
+        return next((step for step in reversed(self.steps()) if not self._find_damage(step)), None)
 
     def move_aside_after(self, step: int | None) -> None:
         """Renames checkpoints to `damaged-STEP`: those after `step`, or all of them."""
@@ -220,9 +213,12 @@ class Checkpoints:
         return newest
 
     def _find_damage(self, step: int) -> str | None:
+        """As `find_damage`. Warns once about each damaged step."""
         if step not in self._damage:
             damage = find_damage(self.folder / str(step)) if jax.process_index() == 0 else None
             self._damage[step] = agreed(damage, "as process 0 found")
+            if self._damage[step]:
+                logging.warning("checkpoint %s is damaged (%s)", self.folder / str(step), self._damage[step])
         return self._damage[step]
 
     def _delete_unfinished(self) -> None:
