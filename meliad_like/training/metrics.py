@@ -100,10 +100,7 @@ class MetricsWriter:
         self._file = (local / FILE_NAME).open("a")
         name = os.path.basename(os.path.abspath(workdir))
         run = TrackedRun(local, name, functools.cache(self._identity), start_step, settings or {})
-        self._trackers, self._open_trackers, self._failed = [], ExitStack(), False
-        for config in trackers:
-            self._trackers.append(tracker := config.open(run))
-            self._open_trackers.callback(lambda tracker=tracker: tracker.close(self._failed))
+        self._trackers = [config.open(run) for config in trackers]
         self._progress = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self.console, transient=True
         )
@@ -196,10 +193,11 @@ class MetricsWriter:
     def __exit__(self, kind, *_) -> None:
         if not self._active:
             return
-        self._failed = kind is not None
         with self._closing, self._file:
             # Closed before the last upload, which takes the end of their files along.
-            self._open_trackers.close()
+            with ExitStack() as open_trackers:
+                for tracker in self._trackers:
+                    open_trackers.callback(tracker.close, kind is not None)
             self._trackers.clear()
             if self._stream is not None:
                 self._progress.stop()
