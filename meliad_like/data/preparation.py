@@ -281,8 +281,8 @@ def _join(folder: Path, parts: Path, work: Work) -> tuple[Vocabulary, Written]:
     number = _check_parts(parts, _identity(work.config, work.source, work.vocabulary))
     if missing := [f"{i}/{number}" for i in range(1, number + 1) if not (parts / str(i)).exists()]:
         raise UserError(
-            f"{len(missing)} of the {number} parts in {parts} are not there: make them with --part={missing[0]}"
-            f"{', ' * (len(missing) > 1)}{', '.join(missing[1:SHOWN])}, or delete the folder to begin again"
+            f"{len(missing)} of the {number} parts in {parts} are not there: make them with "
+            f"--part={', '.join(missing[:SHOWN])}, or delete the folder to begin again"
         )
     shutil.copytree(parts / VOCABULARY_NAME, folder, dirs_exist_ok=True)
     vocabulary, skipped, changed = load_vocabulary(folder), [], 0

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from meliad_like.command_line import Command
 from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, read_changes, rebuild, with_changes
-from meliad_like.data.documents import SOURCES
 from meliad_like.data.token_store import STORE_NAME, TokenStore
 from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
@@ -237,11 +236,8 @@ def open_store(opened: OpenedCheckpoint, folder: str | Path, store: str | None, 
     is_there = (place / STORE_NAME).exists()
     if not is_there or (store and prepare and TokenStore(place).check_documents(opened.run.source)):
         if not prepare:
-            documents = f"the {SOURCES.name_of(opened.run.source)} documents that the checkpoint's config names"
-            if named := opened.run.source.folder:
-                documents += f", in {named} or elsewhere: --gin_param=FolderSourceConfig.folder=..."
-            problem = f"there is no token store at {place}"
-            raise UserError(f"{problem}: give --store=DIR, or add --prepare to make it from {documents}")
+            way_out = "give --store=DIR, or add --prepare to make it from the documents of the checkpoint's config"
+            raise UserError(f"there is no token store at {place}: {way_out}")
         # Importing what sources need takes a while.
         from meliad_like.data.preparation import prepare as make_store
 
