@@ -91,7 +91,7 @@ def test_a_narrow_terminal_shows_the_time_left_and_warnings_above_it(tmp_path, m
         logging.get_absl_handler().python_handler.stream.write("a warning\n")
     shown = re.split(r"[\r\n]|\x1b\[[^a-zA-Z]*[a-zA-Z]", capsys.readouterr().out)
     assert "a warning" in shown
-    assert any(len(line) <= 60 and re.fullmatch(r"step 7/500000  [\d:]+ left  1.234 .*…", line) for line in shown)
+    assert any(len(line) <= 60 and re.fullmatch(r"step 7/500000  [\w, :]+ left  1.234 .*…", line) for line in shown)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

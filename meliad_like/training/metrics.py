@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -169,7 +170,7 @@ class MetricsWriter:
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
-        done, left = f"step {step}/{self._num_steps}", f"{_duration(seconds)} left"
+        done, left = f"step {step}/{self._num_steps}", f"{timedelta(seconds=round(seconds))} left"
         self._line = f"{done}  {figures}  {left}{warnings}"
         if self.console.is_terminal:
             # A narrow terminal cuts the end off.
@@ -232,9 +233,3 @@ def _readable_rows(path: epath.Path) -> tuple[list[tuple[bytes, dict[str, Any]]]
         except UserError as error:
             problem = problem or str(error)
     return rows, problem
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
