@@ -91,7 +91,7 @@ def _check_port(port: int) -> None:
         ) from None
 
 
-class Ownership:
+class Ownership(ExitStack):
     """Reserves the working folder for this training in a `with` statement, which all processes of a run must use.
 
     On a local disk the operating system locks a file, and releases it when the process ends in any way. An object store
@@ -99,12 +99,12 @@ class Ownership:
     """
 
     def __init__(self, workdir: epath.PathLike):
+        super().__init__()
         self._workdir = epath.Path(workdir)
         self._path = self._workdir / LOCK_NAME
         # Precise enough to distinguish two trainings of one process.
         since = datetime.now(UTC).isoformat(timespec="microseconds")
         self._name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-        self._locked = ExitStack()
         self._is_locked = False
 
     def __enter__(self) -> Self:
@@ -116,16 +116,13 @@ class Ownership:
         """Raises a UserError if another training has taken the folder. Call it before a checkpoint is saved."""
         on_process_0(self._compare, f"the same command resumes: {self._path} can't be read")
 
-    def __exit__(self, *_) -> None:
-        self._locked.close()
-
     def _take(self) -> None:
         self._workdir.mkdir(parents=True, exist_ok=True)
         if not is_remote(self._workdir):
             owner = self._owner() or "it has just begun"
             busy = f"another training is writing to {self._workdir}: {owner}; end that one, or choose another --workdir"
             try:
-                self._locked.enter_context(locked(Path(self._path), busy))
+                self.enter_context(locked(Path(self._path), busy))
                 self._is_locked = True
             except OSError as error:
                 # The file system is then treated like an object store.
@@ -170,9 +167,7 @@ def agreed(problem: str | None, elsewhere: str) -> str | None:
     Returns:
       In process 0 the problem, in all others the message `elsewhere`; None in all of them if there is no problem.
     """
-    has_problem = problem is not None
-    if jax.process_count() > 1:
-        has_problem = bool(multihost_utils.broadcast_one_to_all(np.asarray(has_problem)))
+    has_problem = multihost_utils.broadcast_one_to_all(np.asarray(problem is not None))
     return (problem or elsewhere) if has_problem else None
 
 
