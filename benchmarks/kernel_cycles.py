@@ -14,7 +14,7 @@ heads, or two with decays by channel, or of a larger group; of the others 512 to
 divide them.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=schedule --xla_jf_dump_llo_text=true" JAX_PLATFORMS=cpu \
-        python benchmarks/kernel_cycles.py --topology=v4:2x2x1 --recurrence=8,8,128,128,0,1
+        python benchmarks/kernel_cycles.py --topology=v4:2x2x1 --recurrence=8,8,128,128,0,1 --norm_epsilon=1e-6
     wc -l schedule/*_kernel*-final_hlo-static-per-bundle-utilization.txt
 """
 
@@ -36,8 +36,9 @@ from meliad_like.planning.topology import open_topology
 TOPOLOGY = flags.DEFINE_string("topology", "v6e:2x2", "A slice; one of its chips is used.")
 WINDOW = flags.DEFINE_integer("window_length", 512, "Tokens in a window.")
 RECURRENCE = flags.DEFINE_list(
-    "recurrence", [], "Groups, heads, sizes of a key and a value; 1 with decays by channel; 1 with the delta rule."
+    "recurrence", [], "Groups, heads, sizes of a key and a value; 1 with decays by channel; 1: delta rule, 2: steps."
 )
+NORM = flags.DEFINE_float("norm_epsilon", None, "The epsilon of the norm of a recurrence's heads, if there is one.")
 CHANNELS = flags.DEFINE_integer("channels", 0, "Channels of a recurrence of channels; 0: another kernel is compiled.")
 LAYERS = flags.DEFINE_integer("layers", 1, "The number of layers of attention, one after the other.")
 LANES, TOKENS, HEADS, HEAD_SIZE, RATE = 2, 4096, 8, 128, 0.1
@@ -51,16 +52,16 @@ def attended(projected, scale, bias, previous_valid, kept):
 
 
 def read(rule, matrix, start, *convolution):
-    after, results = read_chunks_in_kernel(rule, matrix, start, 64, dtype=jnp.bfloat16)
+    after, results = read_chunks_in_kernel(rule, matrix, start, 64, dtype=jnp.bfloat16, norm_epsilon=NORM.value)
     sums = [jnp.sum(x) for x in (after, results, convolve_in_kernel(*convolution, start))]
     return sum(sums)
 
 
 def lowered_recurrence(array):
-    groups, heads, key_size, value_size, by_channel, corrected = map(int, RECURRENCE.value)
+    groups, heads, key_size, value_size, by_channel, strength = map(int, RECURRENCE.value)
     query, value = array(LANES, groups, TOKENS, key_size), array(LANES, heads, TOKENS, value_size)
-    log_decay, strength = (array(LANES, heads, TOKENS, size) for size in (key_size if by_channel else 1, 1))
-    rule = Rule(query, query, value, log_decay, strength if corrected else None)
+    log_decay, factor = (array(LANES, heads, TOKENS, size) for size in (key_size if by_channel else 1, 1))
+    rule = Rule(query, query, value, log_decay, *(factor if strength == i else None for i in (1, 2)))
     channels, start = 2 * groups * key_size + heads * value_size, array(LANES, TOKENS // WINDOW.value, dtype=bool)
     inputs = (array(LANES, n, channels, dtype=jnp.bfloat16) for n in (TOKENS, 3))
     convolution = *inputs, array(4, channels)

@@ -103,7 +103,7 @@ def rule_program(mixer: str, kernel: str):
     start, chunk = jnp.zeros((b, n // w), bool), math.gcd(w, 64)
     read = read_chunks
     if kernel != "none":
-        in_kernel = kernel_of_recurrence("gpu" if platform() == "gpu" else "none", chunk, k, p)
+        in_kernel = kernel_of_recurrence("gpu" if platform() == "gpu" else "none", w, chunk, k, p, by_channel)
         if in_kernel is None:
             return None
         read = functools.partial(in_kernel, dtype=jnp.dtype(DTYPE.value))

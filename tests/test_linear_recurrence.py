@@ -17,7 +17,7 @@ B, G, R, K, P = 2, 2, 2, 4, 3
 H = G * R
 # Longer than the rows of a chunk whose decays are multiplied one by one.
 BLOCK, N = 32, 96
-# Decays by head or by channel, with corrections or without.
+# Decays by head or by channel, with corrections or without; Mamba-2's rule has steps.
 KINDS = {"mamba": (1, False), "delta": (1, True), "kimi": (K, True), "by channel": (K, False)}
 of_each_kind = pytest.mark.parametrize("kind", KINDS)
 on_each_platform = pytest.mark.parametrize(
@@ -33,12 +33,14 @@ def rule_of(kind, seed=0):
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     value, log_decay = generator.normal(size=(B, H, N, P)), np.log(generator.uniform(0.3, 1, (B, H, N, decays)))
     strength = generator.uniform(0, 1, (B, H, N, 1)) if corrected else None
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), Rule(query, key, value, log_decay, strength))
+    step = generator.uniform(0.5, 2, (B, H, N, 1)) if kind == "mamba" else None
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), Rule(query, key, value, log_decay, strength, step))
 
 
 def plain_loop(rule, matrix, start):
     """S_t = S_{t-1} Diag(alpha_t) + u_t k_t^T, and S_t q_t, float64."""
-    query, key, value, log_decay, strength = (x if x is None else np.asarray(x, np.float64) for x in rule)
+    query, key, value, log_decay, strength, step = (x if x is None else np.asarray(x, np.float64) for x in rule)
+    value = value if step is None else value * step
     matrix, read = np.array(matrix, np.float64), np.zeros(value.shape)
     for b, h in np.ndindex(B, H):
         for t in range(N):

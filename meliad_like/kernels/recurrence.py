@@ -30,7 +30,7 @@ def read_on_mesh(
         # a device could not tell which one its heads belong to.
         query, key = (jnp.repeat(x, rule.value.shape[1] // groups, axis=1) for x in (rule.query, rule.key))
         rule = rule._replace(query=query, key=key)
-    of_rule = Rule(shared, shared, by_head, by_head, None if rule.strength is None else by_head)
+    of_rule = Rule(shared, shared, *(None if x is None else by_head for x in rule[2:]))
 
     def run(rule, matrix, start):
         return scan_in_order(lambda matrix: read(rule, matrix, start), matrix)

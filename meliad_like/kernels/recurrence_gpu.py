@@ -38,6 +38,7 @@ from meliad_like.kernels.recurrence_gpu_programs import (
     states_gradient_kernel,
     states_kernel,
 )
+from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.linear_recurrence import Rule, decayed_products
 
 SMALLEST = 16
@@ -60,6 +61,7 @@ def read_chunks_in_kernel(
     chunk: int,
     *,
     dtype: Any = jnp.float32,
+    norm_epsilon: float | None = None,
     interpret: bool = False,
     values: int = 32,
     slice: int = 64,
@@ -71,15 +73,17 @@ def read_chunks_in_kernel(
     Args:
         dtype: the activations' type, to which queries, keys, values and states are rounded for products;
             sums, decays and the inverses are float32.
+        norm_epsilon: the epsilon of an RMS norm of each vector that is read; None: no norm.
         interpret: whether the kernels are interpreted, on any platform, instead of compiled for a GPU.
         values, slice, warps, stages: see `Options`.
     """
     options = Options(jnp.dtype(dtype), values, slice, warps, stages, interpret)
-    return read_on_mesh(functools.partial(_read_segment, options, chunk), rule, matrix, start)
+    matrix, read = read_on_mesh(functools.partial(_read_segment, options, chunk), rule, matrix, start)
+    return matrix, read if norm_epsilon is None else over_root_mean_square(read, norm_epsilon)
 
 
 def _read_segment(options: Options, chunk: int, rule: Rule, matrix: Array, start: Array) -> tuple[Array, Array]:
-    groups = rule.query.shape[1]
+    rule, groups = rule.without_step(), rule.query.shape[1]
 
     def cut(x: Array) -> Array:
         return rearrange(x, "b (g r) (c t) e -> b c g r t e", g=groups, t=chunk)

@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float
 
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_tpu_products import Options
-from meliad_like.kernels.recurrence_tpu_programs import Inputs, backward_kernel, forward_kernel
+from meliad_like.kernels.recurrence_tpu_programs import Inputs, Results, backward_kernel, forward_kernel, largest_part
 from meliad_like.kernels.window_tpu import VMEM_LIMIT
+from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.linear_recurrence import Rule
 
 CHUNK = 128
@@ -41,6 +42,7 @@ def read_chunks_in_kernel(
     chunk: int,
     *,
     dtype: Any = jnp.float32,
+    norm_epsilon: float | None = None,
     interpret: bool | pltpu.InterpretParams = False,
     heads: int | None = None,
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
@@ -49,6 +51,7 @@ def read_chunks_in_kernel(
     Args:
         chunk: not used: chunks have the largest length up to `CHUNK` that divides a block, which is the fastest.
         dtype: the activations' type, to which queries, keys, values, updates and states are rounded for products.
+        norm_epsilon: the epsilon of an RMS norm of each vector that is read; None: no norm.
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
         heads: see `Options`; None: 2 with decays by channel, which take longest to compile, and in float32, for which
             the chip's own memory is small, otherwise 4.
@@ -56,28 +59,30 @@ def read_chunks_in_kernel(
     del chunk
     by_channel = rule.log_decay.shape[3] > 1
     dtype = jnp.dtype(dtype)
-    options = Options(dtype, heads or (2 if by_channel or dtype == jnp.float32 else 4), by_channel, interpret)
+    heads = heads or (2 if by_channel or dtype == jnp.float32 else 4)
+    options = Options(dtype, heads, by_channel, rule.strength is not None, norm_epsilon, interpret)
 
     def read(rule, matrix, start):
         t = math.gcd(rule.value.shape[2] // start.shape[1], CHUNK)
         g, h, num_chunks = rule.query.shape[1], rule.value.shape[1], rule.value.shape[2] // t
-        # The number of groups in a program.
-        groups = max(i for i in range(1, g + 1) if g % i == 0 and i * h // g <= max(options.heads, h // g))
+        in_group = h // g
+        sizes = rule.key.shape[3], in_group * rule.value.shape[3]
+        programs = g // largest_part(options, g, max(options.heads // in_group, 1), *sizes)
 
         def rows(x: Array) -> Array:
-            return rearrange(x, "b (i h) (c t) 1 -> b i c h t", i=g // groups, t=t)
-
-        def vectors(x: Array, dtype: Any = options.dtype) -> Array:
-            return rearrange(x.astype(dtype), "b (i h) n e -> b i h n e", i=g // groups)
+            return rearrange(x, "b (i h) (c t) 1 -> b i c h t", i=programs, t=t)
 
         # As in `decayed_products`: the bound changes no decay.
         log_decay = jnp.maximum(rule.log_decay, -128)
-        log_decay = vectors(log_decay, jnp.float32) if options.by_channel else rows(log_decay)
-        strength = None if rule.strength is None else rows(rule.strength)
-        inputs = Inputs(vectors(rule.query), vectors(rule.key), vectors(rule.value), log_decay, strength)
-        states = rearrange(matrix, "b (i h) p k -> b i h p k", i=g // groups)
-        after, read = cast(tuple[Array, Array], _read(options, inputs, states, begins_document(start, num_chunks)))
-        return after.reshape(matrix.shape), read.astype(jnp.float32).reshape(rule.value.shape)
+        log_decay = merge_heads(log_decay) if options.by_channel else rows(log_decay)
+        strength = rule.strength if options.corrected else rule.step
+        strength = None if strength is None else rows(strength)
+        query, key, value = (merge_heads(x).astype(options.dtype) for x in rule[:3])
+        inputs = Inputs(query, key, value, log_decay, strength)
+        states = rearrange(matrix, "b (i h) p k -> b i h p k", i=programs)
+        flags = begins_document(start, num_chunks)
+        after, read = cast(tuple[Array, Array], _read(options, inputs, states, flags))
+        return after.reshape(matrix.shape), split_heads(read.astype(jnp.float32), h)
 
     return read_on_mesh(read, rule, matrix, start)
 
@@ -88,19 +93,21 @@ def _read(options: Options, inputs: Inputs, matrix: Array, first: Array) -> tupl
 
 
 def _read_forward(options, inputs, matrix, first):
-    grid = _Grid(options, inputs, first.shape[1], reversed=False)
+    grid = _Grid(options, inputs, matrix, first, reversed=False)
     read = (first, grid.flags), (inputs, grid.inputs), (matrix, grid.matrix)
-    written = (inputs.value, grid.inputs.value), (grid.before, grid.states), (matrix, grid.matrix)
-    read, before, after = grid.call(forward_kernel, read, written, [grid.sums])
-    return (after, read), (inputs, before, first)
+    results = Results(inputs.value, grid.factor)
+    written = (results, grid.results), (grid.before, grid.states), (matrix, grid.matrix)
+    results, before, after = grid.call(forward_kernel, read, written, [grid.sums])
+    return (after, results.vectors), (inputs, before, first, Results() if results.factor is None else results)
 
 
 def _read_backward(options, saved, cotangents):
-    (inputs, before, first), (of_after, cotangent) = saved, cotangents
-    grid = _Grid(options, inputs, first.shape[1], reversed=True)
+    (inputs, before, first, results), (of_after, cotangent) = saved, cotangents
+    grid = _Grid(options, inputs, of_after, first, reversed=True)
     read = (first, grid.flags), (inputs, grid.inputs), (before, grid.states)
+    read = *read, (results, grid.results if results.factor is not None else results)
     read = *read, (cotangent, grid.inputs.value), (of_after, grid.matrix)
-    of_keys = pltpu.VMEM((inputs.key.shape[2], grid.t, grid.k), jnp.float32)
+    of_keys = pltpu.VMEM(grid.inputs.key.block_shape[1:], jnp.float32)
     written = (inputs, grid.inputs), (of_after, grid.matrix)
     gradients, of_matrix = grid.call(backward_kernel, read, written, [grid.sums, of_keys, of_keys])
     return gradients, of_matrix, None
@@ -112,29 +119,32 @@ _read.defvjp(_read_forward, _read_backward)
 class _Grid:
     """The grid of the kernels (lanes, programs for some heads, chunks), and the parts of arrays that a run sees."""
 
-    def __init__(self, options: Options, inputs: Inputs, num_chunks: int, reversed: bool):
+    def __init__(self, options: Options, inputs: Inputs, matrix: Array, first: Array, reversed: bool):
         self.options = options
-        self.b, self.i, h, n, p = inputs.value.shape
-        self.c, self.t, self.k = num_chunks, n // num_chunks, inputs.key.shape[-1]
+        (self.b, self.i, h, self.p, self.k), (_, self.c) = matrix.shape, first.shape
+        self.t = inputs.value.shape[1] // self.c
 
         def at(c):
             return self.c - 1 - c if reversed else c
 
         def vectors(x):
-            return pl.BlockSpec((None, None, x.shape[2], self.t, x.shape[4]), lambda b, i, c: (b, i, 0, at(c), 0))
+            return pl.BlockSpec((None, self.t, x.shape[2] // self.i), lambda b, i, c: (b, at(c), i))
 
         def of_chunk(*shape):
             return pl.BlockSpec((None, None, None, *shape), lambda b, i, c: (b, i, at(c), *[0] * len(shape)))
 
         rows = of_chunk(h, self.t)
         strength = None if inputs.strength is None else rows
-        of_key = vectors(inputs.key)
         log_decay = vectors(inputs.log_decay) if options.by_channel else rows
-        self.inputs = Inputs(of_key, of_key, vectors(inputs.value), log_decay, strength)
+        factor = jax.ShapeDtypeStruct((self.b, self.i, self.c, h, self.t), jnp.float32)
+        self.factor = None if options.norm_epsilon is None else factor
+        self.results = Results(vectors(inputs.value), self.factor and rows)
+        of_keys = vectors(inputs.key)
+        self.inputs = Inputs(of_keys, of_keys, vectors(inputs.value), log_decay, strength)
         self.flags = pl.BlockSpec(memory_space=pltpu.SMEM)
-        self.matrix = pl.BlockSpec((None, None, h, p, self.k), lambda b, i, c: (b, i, 0, 0, 0))
-        self.states = of_chunk(h, p, self.k)
-        self.before = jax.ShapeDtypeStruct((self.b, self.i, self.c, h, p, self.k), options.dtype)
+        self.matrix = pl.BlockSpec((None, None, h, self.p, self.k), lambda b, i, c: (b, i, 0, 0, 0))
+        self.states = of_chunk(h, self.p, self.k)
+        self.before = jax.ShapeDtypeStruct((self.b, self.i, self.c, h, self.p, self.k), options.dtype)
         self.sums = pltpu.VMEM((2 * h, self.t), jnp.float32)
 
     def call(self, kernel, read, written, scratch) -> list[Any]:

@@ -25,6 +25,10 @@ class Options(NamedTuple):
     """The largest number of heads that are computed at once, so that one of them works while another waits."""
     by_channel: bool
     """Whether each channel of a key has its decay."""
+    corrected: bool
+    """Whether the rule is the delta rule."""
+    norm_epsilon: float | None
+    """The epsilon of the norm of each head's results; None: they have no norm."""
     interpret: bool | pltpu.InterpretParams
 
 
@@ -34,7 +38,7 @@ class Products(NamedTuple):
     of_queries: Float[Array, "t t"]
     """The products of queries with keys, times the decay between the two; 0 above the diagonal."""
     of_keys: Any
-    """[t, t]: the products of keys with keys, as those of queries; the diagonal is not used. None: without strength."""
+    """[t, t]: the products of keys with keys, as those of queries; the diagonal is not used. Only of the delta rule."""
     since_begin: Float[Array, "t e"]
     """The decay of the state from the chunk's beginning to each token."""
     until_end: Float[Array, "t e"]
@@ -125,7 +129,7 @@ class ByChannel:
     the boundary between the two.
     """
 
-    def __init__(self, options: Options, query: Array, key: Array, log_decay: Float[Array, "t k"], with_keys: bool):
+    def __init__(self, options: Options, query: Array, key: Array, log_decay: Float[Array, "t k"]):
         self.options, self.query, self.key, self.log_decay, t = options, query, key, log_decay, len(key)
         row, column = indices(t)
         self.until, self.after = column <= row, column > row
@@ -134,10 +138,10 @@ class ByChannel:
         for level in range(t.bit_length() - 1):
             is_below, _, _, reader, read = self._blocks(level)
             of_queries += jnp.where(is_below, product(reader, read, (1, 1)), 0)
-            if with_keys:
+            if options.corrected:
                 of_keys += jnp.where(is_below, product(read, read, (1, 1)), 0)
         decays = (jnp.exp(precisely(options, chosen, log_decay)) for chosen in (self.until, self.after))
-        self.products = Products(of_queries, of_keys if with_keys else None, *decays)
+        self.products = Products(of_queries, of_keys if options.corrected else None, *decays)
 
     def _blocks(self, level: int) -> tuple[Array, Array, Array, Array, Array]:
         """For blocks of 2^level tokens: the pairs of readers and keys; the tokens whose decays are summed for each

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.convolution_tpu import TILE
 from meliad_like.kernels.recurrence_tpu_products import (
     ByChannel,
     ByHead,
@@ -35,26 +36,38 @@ SQUARE = 16
 
 
 class Inputs(NamedTuple):
-    """The rule of a chunk's tokens, in references to the groups and heads of one program; or its gradients."""
+    """The rule of a chunk's tokens, in references to the groups and heads of one program; or its gradients.
+
+    Vectors are side by side, because an axis for groups or heads would cost copies, and small ones fill no tiles."""
 
     query: Any
-    """[g, t, k]"""
+    """[t, g k]"""
     key: Any
-    """[g, t, k]"""
+    """[t, g k]"""
     value: Any
-    """[h, t, p]"""
+    """[t, h p]"""
     log_decay: Any
-    """[h, t], or with decays by channel [h, t, k]; at least -128."""
+    """[h, t], or with decays by channel [t, h k]; at least -128."""
     strength: Any
-    """[h, t]; None: values are written as they are."""
+    """[h, t]: without the delta rule, the step; None: 1."""
+
+
+class Results(NamedTuple):
+    """What a chunk's tokens read, in references to the heads of one program."""
+
+    vectors: Any = None
+    """[t, h p], with a norm over their root mean square."""
+    factor: Any = None
+    """[h, t]: 1 over the root mean square, float32; None: without a norm."""
 
 
 class Head:
     """A head in a chunk: its arrays, decayed."""
 
-    def __init__(self, options: Options, index: Any, group: int, value: Array, decayed: ByHead | ByChannel, strength):
-        """`strength` is a column [t, 1], or None."""
-        self.options, self.index, self.group, self.value, self.strength = options, index, group, value, strength
+    def __init__(self, options: Options, index, group, value, decayed: ByHead | ByChannel, strength: Any, factor: Any):
+        """`strength` and `factor`, that of its norm, are columns [t, 1], or None."""
+        self.options, self.index, self.group, self.value = options, index, group, value
+        self.strength, self.factor = strength, factor
         self.decayed, self.products = decayed, decayed.products
         since_begin, until_end = self.products[2:]
         self.query, self.key = (times(options, x, since_begin) for x in (decayed.query, decayed.key))
@@ -113,15 +126,15 @@ class Updates(NamedTuple):
     update: Array
     """[t, p], rounded."""
     inverse: Any = None
-    """[t, t], rounded; None without strength."""
+    """[t, t], rounded; None without the delta rule."""
     difference: Any = None
-    """[t, p]: the values without what the state has for their keys; None without strength."""
+    """[t, p]: the values without what the state has for their keys; None without the delta rule."""
 
 
 def updates(x: Head, state: Float[Array, "p k"]) -> Updates:
     """The updates of a chunk's tokens, from the state before it, rounded."""
-    if x.strength is None:
-        return Updates(x.value)
+    if not x.options.corrected:
+        return Updates(x.value if x.strength is None else times(x.options, x.value, x.strength))
     row, column = indices(len(x.key))
     below = jnp.where(column < row, x.products.of_keys * x.strength, 0)
     inverse = inverse_of_unit_triangular(x.options, below).astype(x.options.dtype)
@@ -130,49 +143,62 @@ def updates(x: Head, state: Float[Array, "p k"]) -> Updates:
     return Updates(update.astype(x.options.dtype), inverse, difference)
 
 
-def forward_kernel(options: Options, first, x: Inputs, matrix, read, before, after, sums):
-    """Writes what the tokens read [h, t, p], and the states before the chunk and after it [h, p, k]."""
+def forward_kernel(options: Options, first, x: Inputs, matrix, read: Results, before, after, sums):
+    """Writes what the tokens read, and the states before the chunk and after it [h, p, k]."""
     is_first = _begin(options, x, first, pl.program_id(2), matrix, after, sums)
 
-    def run(heads: list[Head]):
-        results = []
+    def run(turn: Turn, heads: list[Head]):
+        results, states = [], []
         for head in heads:
             state = jnp.where(is_first, 0.0, after[head.index])
             rounded = state.astype(options.dtype)
             update = updates(head, rounded).update
             result = product(head.weights, update) + product(head.query, rounded, (1, 1))
-            results.append((head.index, rounded, result, head.after(state, update)))
-        for index, rounded, result, state in results:
+            if options.norm_epsilon is not None:
+                factor = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + options.norm_epsilon)
+                result *= factor
+                read.factor[pl.ds(head.index, 1), :] = _row(factor)
+            results.append(result)
+            states.append((head.index, rounded, head.after(state, update)))
+        turn.write(read.vectors, results)
+        for index, rounded, state in states:
             before[index], after[index] = rounded, state
-            read[index] = result.astype(options.dtype)
 
-    _for_all_heads(options, x, sums, run)
+    _for_all_heads(options, x, matrix.shape, sums, run)
 
 
 def backward_kernel(
-    options: Options, first, x: Inputs, before, cotangent, of_after, gradients, of_state, sums, of_queries, of_keys
+    options: Options, first, x: Inputs, before, read: Results, cotangent, of_after, gradients, of_state, *scratch
 ):
     """Writes the gradients of the inputs, and of the states before the chunk [h, p, k], from last to first.
 
     `of_state` are the gradients of the states after a chunk, and then of those before it.
     """
     chunk = pl.num_programs(2) - 1 - pl.program_id(2)
+    sums, of_queries, of_keys = scratch
     is_first = _begin(options, x, first, chunk, of_after, of_state, sums)
     of_queries[...] = jnp.zeros(of_queries.shape, jnp.float32)
     of_keys[...] = jnp.zeros(of_keys.shape, jnp.float32)
 
-    def run(heads: list[Head]):
-        results = [_gradients(x, before[x.index], cotangent[x.index], of_state[x.index]) for x in heads]
+    def run(turn: Turn, heads: list[Head]):
+        cotangents = turn.read(cotangent)
+        if options.norm_epsilon is not None:
+            cotangents = map(functools.partial(_of_unnormed, options), cotangents, turn.read(read.vectors), heads)
+        results = [_gradients(x, before[x.index], y, of_state[x.index]) for x, y in zip(heads, cotangents)]
         for x, (of_inputs, of_before) in zip(heads, results, strict=True):
-            of_queries[x.group] += of_inputs.query
-            of_keys[x.group] += of_inputs.key
-            gradients.value[x.index] = of_inputs.value.astype(options.dtype)
-            gradients.log_decay[_row(gradients.log_decay, x.index)] = of_inputs.log_decay
+            columns = slice(x.group * x.key.shape[1], (x.group + 1) * x.key.shape[1])
+            of_queries[:, columns] += of_inputs.query
+            of_keys[:, columns] += of_inputs.key
+            if not options.by_channel:
+                gradients.log_decay[pl.ds(x.index, 1), :] = of_inputs.log_decay
             if x.strength is not None:
-                gradients.strength[_row(gradients.strength, x.index)] = of_inputs.strength
+                gradients.strength[pl.ds(x.index, 1), :] = of_inputs.strength
             of_state[x.index] = jnp.where(is_first, 0.0, of_before)
+        turn.write(gradients.value, [x.value for x, _ in results])
+        if options.by_channel:
+            turn.write(gradients.log_decay, [x.log_decay for x, _ in results])
 
-    _for_all_heads(options, x, sums, run)
+    _for_all_heads(options, x, before.shape, sums, run, read.factor)
     gradients.query[...] = of_queries[...].astype(options.dtype)
     gradients.key[...] = of_keys[...].astype(options.dtype)
 
@@ -187,7 +213,7 @@ def _gradients(x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Arra
     of_query, of_key_until_end = product(cotangent, before), product(made.update, rounded)
     of_before = x.of_chunk * of_after + product(cotangent, x.query, (0, 0))
     of_value, of_strength, of_keys, of_key = of_update, None, None, jnp.zeros_like(of_query)
-    if x.strength is not None:
+    if options.corrected:
         # The gradient of the values times their strength.
         of_known = product(made.inverse, of_update.astype(options.dtype), (0, 0))
         of_value = x.strength * of_known
@@ -195,10 +221,13 @@ def _gradients(x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Arra
         of_keys = x.strength * of_solved
         of_strength = jnp.sum(of_known * made.difference, axis=1, keepdims=True)
         of_strength += jnp.sum(of_solved * x.products.of_keys, axis=1, keepdims=True)
-        of_strength = jnp.sum(jnp.where(row == column, of_strength, 0), axis=0, keepdims=True)
         written = of_value.astype(options.dtype)
         of_key = -product(written, before)
         of_before -= product(written, x.key, (0, 0))
+    elif x.strength is not None:
+        of_value = x.strength * of_update
+        of_strength = jnp.sum(of_update * x.value.astype(jnp.float32), axis=1, keepdims=True)
+    of_strength = None if of_strength is None else _row(of_strength)
     query, key = decayed.query.astype(jnp.float32), decayed.key.astype(jnp.float32)
     of_begin, of_end = query * of_query + key * of_key, key * of_key_until_end
     of_chunk = jnp.sum(before.astype(jnp.float32) * of_after, axis=0, keepdims=True)
@@ -210,9 +239,44 @@ def _gradients(x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Arra
     return Inputs(of_query, of_key, of_value, of_log_decay, of_strength), of_before
 
 
-def _row(reference, index) -> Any:
-    """The index of a head in a reference to [h, t], as a row, or to [h, t, k]."""
-    return (pl.ds(index, 1), slice(None)) if len(reference.shape) == 2 else index
+def _of_unnormed(options: Options, cotangent: Array, read: Array, x: Head) -> Array:
+    """The gradient of a head's results before their norm, rounded."""
+    along, of_read = read.astype(jnp.float32), cotangent.astype(jnp.float32)
+    of_read -= along * jnp.mean(along * of_read, axis=1, keepdims=True)
+    return (x.factor * of_read).astype(options.dtype)
+
+
+def _row(x: Float[Array, "t 1"]) -> Float[Array, "1 t"]:
+    """The transpose of a column."""
+    row, column = indices(len(x))
+    return jnp.sum(jnp.where(row == column, x, 0), axis=0, keepdims=True)
+
+
+class Turn(NamedTuple):
+    """Some heads of each group of a program, which are computed at once."""
+
+    number: Any
+    groups: int
+    in_group: int
+    """The number of heads of a group."""
+    at_once: int
+    """The number of those that are computed at once."""
+
+    def _columns(self, reference) -> list[Any]:
+        """The columns of the heads of each group, in a reference to vectors of all heads."""
+        size = reference.shape[1] // (self.groups * self.in_group)
+        width = self.at_once * size
+        return [pl.ds(i * self.in_group * size + self.number * width, width) for i in range(self.groups)]
+
+    def read(self, reference) -> list[Array]:
+        """The vectors of each of these heads."""
+        return [x for part in self._columns(reference) for x in jnp.split(reference[:, part], self.at_once, axis=1)]
+
+    def write(self, reference, vectors: list[Array]) -> None:
+        """Writes the vectors of each of these heads."""
+        for i, part in enumerate(self._columns(reference)):
+            of_group = vectors[i * self.at_once : (i + 1) * self.at_once]
+            reference[:, part] = jnp.concatenate(of_group, axis=1).astype(reference.dtype)
 
 
 def _begin(options: Options, x: Inputs, first, chunk, matrix, state, sums):
@@ -228,38 +292,52 @@ def _begin(options: Options, x: Inputs, first, chunk, matrix, state, sums):
     return first[pl.program_id(0), chunk] > 0
 
 
-def _for_all_heads(options: Options, x: Inputs, sums, run: Callable[[list[Head]], None]) -> None:
-    """Runs a function for all heads of the program, in lists of some."""
-    num_groups, num_heads = len(x.query), len(x.value)
+def _for_all_heads(options: Options, x: Inputs, states, sums, run: Callable[[Turn, list[Head]], None], factor=None):
+    """Runs a function for all heads of the program, turn by turn. `states` is the shape of their states, and `factor`
+    in the backward pass that of `Results`."""
+    num_heads, value_size, key_size = states
+    num_groups = x.key.shape[1] // key_size
     in_group = num_heads // num_groups
-    at_once = max(i for i in range(1, min(options.heads, in_group) + 1) if in_group % i == 0)
-    vectors = [(x.query[group], x.key[group]) for group in range(num_groups)]
+    at_once = largest_part(options, in_group, min(options.heads, in_group), key_size, value_size)
+    queries, keys = (jnp.split(y[...], num_groups, axis=1) for y in (x.query, x.key))
     pairs = []
     if not options.by_channel:
-        for query, key in vectors:
-            pairs.append((product(query, key, (1, 1)), None if x.strength is None else product(key, key, (1, 1))))
+        for query, key in zip(queries, keys):
+            pairs.append((product(query, key, (1, 1)), product(key, key, (1, 1)) if options.corrected else None))
 
-    def load(group: int, index) -> Head:
-        rows = [] if options.by_channel else [sums[pl.ds(place, 1), :] for place in (index, num_heads + index)]
-        rows += [] if x.strength is None else [x.strength[pl.ds(index, 1), :]]
-        columns = []
-        if rows:
-            # Transposed in whole tiles.
-            transposed = jnp.concatenate(rows + rows[:1] * (8 - len(rows))).T
-            columns = [transposed[:, i : i + 1] for i in range(len(rows))]
-        strength = None if x.strength is None else columns[-1]
-        if options.by_channel:
-            decayed = ByChannel(options, *vectors[group], x.log_decay[index], with_keys=strength is not None)
+    def load(group: int, index: Any, value: Array, log_decay: Array | None) -> Head:
+        decays = [None if options.by_channel else sums[pl.ds(place, 1), :] for place in (index, num_heads + index)]
+        rest = (None if y is None else y[pl.ds(index, 1), :] for y in (x.strength, factor))
+        *columns, strength, of_norm = _columns(*decays, *rest)
+        if log_decay is None:
+            decayed = ByHead(options, queries[group], keys[group], pairs[group], decays, columns)
         else:
-            decayed = ByHead(options, *vectors[group], pairs[group], rows[:2], columns[:2])
-        return Head(options, index, group, x.value[index], decayed, strength)
+            decayed = ByChannel(options, queries[group], keys[group], log_decay)
+        return Head(options, index, group, value, decayed, strength, of_norm)
 
-    def step(i, _):
-        begins = [(group, group * in_group + i * at_once) for group in range(num_groups)]
-        run([load(group, begin + j) for group, begin in begins for j in range(at_once)])
+    def step(number, _):
+        turn = Turn(number, num_groups, in_group, at_once)
+        places = ((i, i * in_group + number * at_once + j) for i in range(num_groups) for j in range(at_once))
+        log_decays = turn.read(x.log_decay) if options.by_channel else [None] * num_groups * at_once
+        run(turn, [load(*place, *rest) for place, *rest in zip(places, turn.read(x.value), log_decays, strict=True)])
         return 0
 
     if in_group == at_once:
         step(0, 0)
     else:
         jax.lax.fori_loop(0, in_group // at_once, step, 0)
+
+
+def _columns(*rows: Array | None) -> list[Any]:
+    """The transposes of rows [1, t], in whole tiles; None remains None."""
+    given = [x for x in rows if x is not None]
+    transposed = iter(jnp.split(jnp.concatenate(given + given[:1] * (8 - len(given))).T, 8, axis=1) if given else ())
+    return [None if x is None else next(transposed) for x in rows]
+
+
+def largest_part(options: Options, number: int, most: int, *sizes: int) -> int:
+    """The largest divisor of a number of groups or heads, at most `most`, with which their vectors of these sizes fill
+    whole tiles; the number itself if there is none."""
+    tile = 1 if options.interpret else TILE
+    divisors = (i for i in range(1, most + 1) if number % i == 0 and all(i * size % tile == 0 for size in sizes))
+    return max(divisors, default=number)

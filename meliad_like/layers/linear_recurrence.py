@@ -38,7 +38,13 @@ class Rule(NamedTuple):
     log_decay: Float[Array, "b h n e"]
     """The logarithm of alpha."""
     strength: Float[Array, "b h n 1"] | None
-    """The strength beta; None: the values are written as they are."""
+    """The strength beta; None: the values are written as they are, times the step."""
+    step: Float[Array, "b h n 1"] | None = None
+    """The factor of the values without a strength; None: 1."""
+
+    def without_step(self) -> "Rule":
+        """The same rule, whose values are multiplied by the step."""
+        return self if self.step is None else self._replace(value=self.value * self.step, step=None)
 
 
 def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array, "b h p k"], Float[Array, "b h p"]]:
@@ -48,6 +54,7 @@ def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array
         matrix: the states before it.
         rule: the rule of the token, without the axis of tokens.
     """
+    rule = rule.without_step()
     group = rule.value.shape[1] // rule.query.shape[1]
     query, key = (jnp.repeat(x, group, axis=1) for x in (rule.query, rule.key))
     matrix = matrix * jnp.exp(rule.log_decay)[:, :, None]
@@ -74,7 +81,7 @@ def read_chunks(
         start: blocks with which a document begins.
         chunk: tokens of a chunk, a power of two that divides a block.
     """
-    group_count = rule.query.shape[1]
+    rule, group_count = rule.without_step(), rule.query.shape[1]
 
     def cut(x: Float[Array, "b heads n _"]) -> Float[Array, "c b g r t _"]:
         return rearrange(x, "b (g r) (c t) e -> c b g r t e", g=group_count, t=chunk)

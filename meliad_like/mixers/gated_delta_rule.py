@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
-from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
+from meliad_like.layers.basic import Linear, parameter, project
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
@@ -52,6 +52,7 @@ class DeltaRule(MatrixRecurrence):
     ):
         """`decay` and `gate` are the projections of the layer's input for `log_decay` and `gated`."""
         super().__init__(config, shape)
+        self.norm_epsilon = config.norm_epsilon
         self.decay, self.gate = decay, gate
         d, h = shape.model_width, self.sizes.heads
         of_keys = self.sizes.groups * self.sizes.key_size
@@ -73,8 +74,8 @@ class DeltaRule(MatrixRecurrence):
         """The logarithm of alpha, float32, for each head or each channel of its keys; `x` is the result of `decay`."""
         raise NotImplementedError
 
-    def gated(self, y: Float[Array, "b h n p"], x: Array) -> Float[Array, "b h n p"]:
-        """The outputs of the heads after their norm, times a gate; `x` is the result of `gate`."""
+    def gated(self, y: Float[Array, "b n i"], x: Float[Array, "b n i"]) -> Float[Array, "b n i"]:
+        """The outputs of the heads after their norm, times a gate; `x` is the result of `gate`, float32."""
         raise NotImplementedError
 
     def convolution(self):
@@ -95,8 +96,8 @@ class DeltaRule(MatrixRecurrence):
         return Rule(query / math.sqrt(key_size), key, value, self.log_decay(decay), strength), gate
 
     def output(self, y, needed):
-        y = over_root_mean_square(y, self.config.norm_epsilon) * self.norm_scale[...]
-        return merge_heads(self.gated(y, needed).astype(needed.dtype))
+        scale = jnp.tile(self.norm_scale[...], self.sizes.heads)
+        return self.gated(merge_heads(y) * scale, needed.astype(jnp.float32)).astype(needed.dtype)
 
 
 class GatedDeltaRuleMixer(DeltaRule):
@@ -114,7 +115,7 @@ class GatedDeltaRuleMixer(DeltaRule):
         return split_heads(-jnp.exp(self.log_rate[...]) * step, self.sizes.heads)
 
     def gated(self, y, x):
-        return y * jax.nn.silu(split_heads(x, self.sizes.heads).astype(jnp.float32))
+        return y * jax.nn.silu(x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,9 @@ class LowRank(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.first = Linear(shape.model_width, shape.head_size, ("model", None), rngs=rngs)
         self.second = Linear(shape.head_size, shape.inner_width, (None, "heads"), rngs=rngs)
-        self.num_heads = shape.num_heads
 
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b h n k"]:
-        return split_heads(self.second(self.first(x)), self.num_heads)
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n i"]:
+        return self.second(self.first(x))
 
 
 class KimiDelta(DeltaRule):
@@ -41,11 +40,12 @@ class KimiDelta(DeltaRule):
         self.step_bias = parameter(rngs.params(), inverse_softplus_step, channels, ("heads", None), "bias")
 
     def log_decay(self, x):
+        x = split_heads(x, self.sizes.heads)
         step = jax.nn.softplus(x.astype(jnp.float32) + self.step_bias[...][:, None])
         return -jnp.exp(self.log_rate[...])[:, None, None] * step
 
     def gated(self, y, x):
-        return y * jax.nn.sigmoid(x.astype(jnp.float32))
+        return y * jax.nn.sigmoid(x)
 
 
 @MIXERS.register("kimi_delta_attention")

@@ -32,8 +32,7 @@ class LightningMixer(ConstantDecay):
         return [split_heads(jax.nn.silu(x), self.sizes.heads) for x in projected]
 
     def gated(self, y, gate):
-        y = over_root_mean_square(y.reshape(gate.shape), NORM_EPSILON)
-        return y * self.norm_scale[...] * jax.nn.sigmoid(gate)
+        return over_root_mean_square(y, NORM_EPSILON) * self.norm_scale[...] * jax.nn.sigmoid(gate)
 
 
 @MIXERS.register("lightning_attention")

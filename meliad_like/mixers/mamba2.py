@@ -76,7 +76,7 @@ class Mamba2Block(MatrixRecurrence):
         log_decay = split_heads(-jnp.exp(self.log_rate[...]) * step, self.sizes.heads)
         value, step = split_heads(value, self.sizes.heads), split_heads(step, self.sizes.heads)
         query, key = (split_heads(y, config.num_groups) for y in (query, key))
-        return Rule(query, key, value * step, log_decay, None), (value, gate)
+        return Rule(query, key, value, log_decay, None, step), (value, gate)
 
     def output(self, y, needed):
         value, gate = needed

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_recurrence
+from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
@@ -60,6 +61,9 @@ class Sizes(NamedTuple):
 class MatrixRecurrence(Mixer):
     """Tokens write to and read from matrices that forget."""
 
+    norm_epsilon: float | None = None
+    """The epsilon of an RMS norm of what each head reads; None: there is no such norm."""
+
     def __init__(self, config: "MatrixConfig", shape: DecoderShape):
         self.config, self.shape, self.w, self.sizes = config, shape, shape.window_length, config.sizes(shape)
 
@@ -77,7 +81,8 @@ class MatrixRecurrence(Mixer):
         raise NotImplementedError
 
     def output(self, y: Float[Array, "b h n p"], needed: Any) -> Float[Array, "b n i"]:
-        """The results of the mixer, from the vectors that the tokens read and the second result of `rule`."""
+        """The results of the mixer, from the vectors that the tokens read, after their norm, and the second result of
+        `rule`."""
         raise NotImplementedError
 
     def moved(self, matrix: Float[Array, "b h p k"], n: int) -> Float[Array, "b h p k"]:
@@ -94,10 +99,13 @@ class MatrixRecurrence(Mixer):
 
     def __call__(self, x, context, carry, dropout_key):
         kernel = self.config.kernel(self.shape)
-        read_segment = read_chunks if kernel is None else partial(kernel, dtype=x.dtype)
 
         def read(rule, matrix):
-            return read_segment(rule, matrix, context.start, self.config.chunk(self.shape))
+            arguments = rule, matrix, context.start, self.config.chunk(self.shape)
+            if kernel is not None:
+                return kernel(*arguments, dtype=x.dtype, norm_epsilon=self.norm_epsilon)
+            matrix, y = read_chunks(*arguments)
+            return matrix, self._normed_by_head(y)
 
         convolve = partial(convolve_segment, start=context.start)
         kernels = [kernel_of_convolution(self.shape.recurrence_kernel, self.w, *x.shape) for x in self.convolution()]
@@ -110,10 +118,13 @@ class MatrixRecurrence(Mixer):
     def step(self, x, context, carry):
         def read(rule, matrix):
             matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
-            return matrix, y[:, :, None]
+            return matrix, self._normed_by_head(y[:, :, None])
 
         y, carry = self._read(x[:, None], 1, carry, partial(_side_by_side, convolve_token), read)
         return y[:, 0], carry
+
+    def _normed_by_head(self, y: Float[Array, "b h n p"]) -> Float[Array, "b h n p"]:
+        return y if self.norm_epsilon is None else over_root_mean_square(y, self.norm_epsilon)
 
     def _read(self, x: Float[Array, "b n d"], n: int, carry: MatrixCarry, convolve: Callable, read: Callable):
         inputs, others = self.project(x)

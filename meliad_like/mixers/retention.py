@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.attention import split_heads
-from meliad_like.layers.basic import Linear, over_root_mean_square, project
+from meliad_like.layers.attention import merge_heads, split_heads
+from meliad_like.layers.basic import Linear, project
 from meliad_like.layers.linear_recurrence import Rule
 from meliad_like.layers.positions import rotate, wavelengths
 from meliad_like.layers.sharding import num_parts, own_blocks
@@ -49,8 +49,8 @@ class ConstantDecay(MatrixRecurrence):
         """Queries, keys and values as the rule has them; float32."""
         raise NotImplementedError
 
-    def gated(self, y: Float[Array, "b n h p"], gate: Float[Array, "b n i"]) -> Float[Array, "b n i"]:
-        """The results of the heads after their norm, times a gate, float32."""
+    def gated(self, y: Float[Array, "b n i"], gate: Float[Array, "b n i"]) -> Float[Array, "b n i"]:
+        """The results of the heads times a gate, float32."""
         raise NotImplementedError
 
     def project(self, x):
@@ -63,11 +63,13 @@ class ConstantDecay(MatrixRecurrence):
         return Rule(query, key, value, jnp.broadcast_to(log_decay, (*value.shape[:3], 1)), None), others
 
     def output(self, y, needed):
-        return self.gated(jnp.swapaxes(y, 1, 2), needed.astype(jnp.float32)).astype(needed.dtype)
+        return self.gated(merge_heads(y), needed.astype(jnp.float32)).astype(needed.dtype)
 
 
 class RetentionMixer(ConstantDecay):
     """The module of retention, with several scales."""
+
+    norm_epsilon = NORM_EPSILON
 
     def log_decay(self):
         return np.log1p(-(2.0 ** (-5 - np.arange(self.sizes.heads))))
@@ -86,8 +88,7 @@ class RetentionMixer(ConstantDecay):
         return self._placed(matrix, np.full(matrix.shape[2], -n))
 
     def gated(self, y, gate):
-        y = over_root_mean_square(y, NORM_EPSILON)
-        return y.reshape(gate.shape) * jax.nn.silu(gate)
+        return y * jax.nn.silu(gate)
 
 
 @dataclasses.dataclass(frozen=True)
