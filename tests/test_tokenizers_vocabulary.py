@@ -14,10 +14,12 @@ from meliad_like.data.tokenizers_vocabulary import (
     _byte_characters,
     read_tokenizer,
 )
-from meliad_like.data.vocabulary import PROBE, load_vocabulary
+from meliad_like.data.vocabulary import load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.text import encode_prompt
 
+# Characters that vocabularies often change: whitespace, composed and rare characters, digits.
+PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
 TEXTS = ["the other tether", "  a\n\n\tb \x00 漢\U0001f600\r\n", "", "year 1984", "say <|endoftext|> and go on", PROBE]
 MERGES = ["t h", "th e", "Ġ the", "e r", "1 9"]
 

@@ -34,8 +34,6 @@ PIECE = 2**16
 DEFAULT_END = "<|endoftext|>"
 UNKNOWN = "\u2047"
 """The character that stands for characters for which a vocabulary has no token."""
-PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
-"""A test text with characters that vocabularies often change: whitespace, composed and rare characters, digits."""
 
 
 class Vocabulary:

@@ -170,11 +170,9 @@ class MetricsWriter:
         if not self._active:
             return
         seconds = (time.perf_counter() - self._began) * (self._num_steps - step) / max(step - self._start_step, 1)
-        done, left = f"step {step}/{self._num_steps}", f"{timedelta(seconds=round(seconds))} left"
-        self._line = f"{done}  {figures}  {left}{warnings}"
+        # A narrow terminal cuts the end off.
+        self._line = f"step {step}/{self._num_steps}  {timedelta(seconds=round(seconds))} left  {figures}{warnings}"
         if self.console.is_terminal:
-            # A narrow terminal cuts the end off.
-            self._line = f"{done}  {left}  {figures}{warnings}"
             self._progress.update(self._task, completed=step, description=self._line)
         else:
             print(self._line, flush=True)
