@@ -167,7 +167,7 @@ def test_losses_are_not_by_byte(store, tmp_path, capsys):
     """Only answers cost loss, and the bytes are those of everything that is read."""
     run = parse(store, "TrainingConfig.num_steps = 1", "TrainingConfig.evaluate_every = 1", "MeshConfig.data = 1")
     train(run, tmp_path)
-    assert re.search(r"step 1/1  [\d.]+ bits/token", printed := capsys.readouterr().out)
+    assert re.search(r"step 1/1  0:00:00 left  [\d.]+ bits/token", printed := capsys.readouterr().out)
     assert re.search(r"step 1: [\d.]+ bits/token on validation", printed)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [row["kind"] for row in rows] == ["train", "validation"]
