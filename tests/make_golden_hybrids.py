@@ -45,6 +45,8 @@ CONFIGS = {
         "use_bias": True,
         "time_step_min": 1e-6,
     },
+    "qwen3": COMMON
+    | {"num_hidden_layers": 3, "head_dim": 6, "sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2},
     # Windows that end inside of a block, and a scaling for full attention alone.
     "olmo3": COMMON
     | {
