@@ -243,7 +243,7 @@ def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_p
     printed = capsys.readouterr().out
     assert "padding; selections leak the future" in printed
     assert "bits/byte on test (leaks the future): " in printed
-    assert printed.count("left  leaks the future") == 2
+    assert printed.count("epochs  leaks the future") == 2
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {row["kind"] for row in rows} == {"train (leaks the future)", "test (leaks the future)"}
 
