@@ -1,4 +1,4 @@
-"""Qwen3, dense (`model_type` qwen3): full attention with norms of queries and keys, in some models windows in the end."""
+"""Qwen3, dense (`model_type` qwen3): full attention with norms of queries and keys; the last layers may see windows."""
 
 from meliad_like.conversion.published.family import Family, register
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_attention, rotary, stack
