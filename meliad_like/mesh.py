@@ -91,23 +91,16 @@ def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 
-def carry_shardings(mesh: Mesh, num_lanes: int, axes: Any, carry: Any) -> Any:
-    """The shardings of a carry, from a tree like it with a tuple of the logical names of each array's first axes. Heads
-    of keys that are fewer than those of queries, and don't divide by the devices that share heads, are on all of them.
-    """
-    lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
+def carry_shardings(mesh: Mesh, num_lanes: int, carry: Any) -> Any:
+    """The shardings of a carry: by lanes, and of arrays with four axes, [b, h, ...], also by heads. Heads of keys that
+    are fewer than those of queries, and don't divide by the devices that share heads, are on all of them."""
+    lanes = lane_sharding(mesh, num_lanes)  # Raises an error if they don't divide.
 
-    def sharding(names: tuple[str | None, ...], array) -> NamedSharding:
-        spec = _sharding(mesh, names).spec
-        divided = (isinstance(axis, str) and size % mesh.shape[axis] for axis, size in zip(spec, array.shape))
-        return NamedSharding(mesh, PartitionSpec(*(None if rest else axis for axis, rest in zip(spec, divided))))
+    def sharding(array) -> NamedSharding:
+        shared = array.ndim == 4 and array.shape[1] % mesh.shape[MESH_AXES_OF["heads"]] == 0
+        return _sharding(mesh, ("lanes", "heads")) if shared else lanes
 
-    return jax.tree.map(sharding, axes, carry, is_leaf=_is_axes)
-
-
-def _is_axes(node: Any) -> bool:
-    """Whether a node of a tree is a tuple of names of logical axes, and not a named tuple without arrays."""
-    return type(node) is tuple and node != () and all(name is None or isinstance(name, str) for name in node)
+    return jax.tree.map(sharding, carry)
 
 
 def _sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:

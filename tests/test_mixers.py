@@ -295,7 +295,7 @@ def test_sharded_equals_unsharded(name, shape):
         return
     (carry, batch), expected = segment_and_gradient(name)
     mesh = make_mesh(MeshConfig(*shape))
-    where = parameter_shardings(mesh, model.axes, params), carry_shardings(mesh, B, model.carry_axes(carry), carry)
+    where = parameter_shardings(mesh, model.axes, params), carry_shardings(mesh, B, carry)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, s) for x, s in zip((params, carry, batch), (*where, lane_sharding(mesh, B)))]
         results = losses_and_gradient(model, *placed)
@@ -310,7 +310,7 @@ def test_a_device_holds_the_heads_of_its_share():
         model = model_of(name, alone=True)
         for decoding in (False, True):
             carry = model.abstract_carry(2, decoding=decoding)
-            shardings = carry_shardings(mesh, 2, model.carry_axes(carry), carry)
+            shardings = carry_shardings(mesh, 2, carry)
             for leaf, sharding in zip(jax.tree.leaves(carry), jax.tree.leaves(shardings), strict=True):
                 share = 8 if leaf.ndim == 4 else 2
                 assert np.prod(sharding.shard_shape(leaf.shape)) == leaf.size / share
@@ -321,7 +321,7 @@ def test_a_device_holds_few_heads_of_keys_of_its_share_or_all(tensor, share):
     """Two heads of keys for four of queries."""
     mesh, model = make_mesh(MeshConfig(tensor=tensor)), model_of("dot_product_attention", alone=True)
     carry = model.abstract_carry(8)
-    shardings = carry_shardings(mesh, 8, model.carry_axes(carry), carry)
+    shardings = carry_shardings(mesh, 8, carry)
     cache, sharding = (tree.layers[1]["dot_product_attention"].key for tree in (carry, shardings))
     assert cache.shape[1] // sharding.shard_shape(cache.shape)[1] == share
 

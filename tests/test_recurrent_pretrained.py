@@ -14,6 +14,7 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 from pretrained_models import tensors
 
 from meliad_like.data.readers import LanesReader
+from meliad_like.generation.reading import read_while_decoding
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
@@ -188,7 +189,7 @@ def test_going_on_from_blocks_token_by_token(overlap):
     start = np.zeros((1, 3), bool)
     start[:, 0] = True
     begun = ways.begin(model, params, 1, decoding=True)
-    _, carry = module.read_while_decoding(TOKENS[None, : 3 * W], begun, start)
+    _, carry = read_while_decoding(module, TOKENS[None, : 3 * W], begun, start)
     logits, _ = module.decode_step(TOKENS[3 * W : 3 * W + 1], carry)
     expected = losses_by_windows(model, params)[3 * W]
     assert -jax.nn.log_softmax(logits)[0, TOKENS[3 * W + 1]] == pytest.approx(expected, abs=1e-4)

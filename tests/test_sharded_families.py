@@ -96,7 +96,7 @@ def place(name, mesh):
     carry = model.bind(params).init_carry(B)
     lanes = lane_sharding(mesh, B)
     params = jax.device_put(params, parameter_shardings(mesh, model.axes, params))
-    return params, jax.device_put(carry, carry_shardings(mesh, B, model.carry_axes(carry), carry)), lanes
+    return params, jax.device_put(carry, carry_shardings(mesh, B, carry)), lanes
 
 
 def read(name, mesh):
@@ -132,7 +132,7 @@ def compile_losses(config, mesh):
     model = Model(config, V)
     params = parameter_shardings(mesh, model.axes, model.abstract_params)
     carry = jax.eval_shape(lambda params: model.bind(params).init_carry(B), model.abstract_params)
-    where = carry_shardings(mesh, B, model.carry_axes(carry), carry)
+    where = carry_shardings(mesh, B, carry)
 
     def losses(params, carry, batch):
         losses, carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)

@@ -15,7 +15,7 @@ from meliad_like.conversion import read_model
 from meliad_like.conversion.parameters import Place, to_tensors
 from meliad_like.conversion.pretrained import new_folder, save_tensors
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import LOSS_SLICE
+from meliad_like.generation.reading import LOSS_SLICE, read_while_decoding
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
 from meliad_like.registry import fingerprint
@@ -83,7 +83,7 @@ def export_programs(model: Model, lengths: Mapping[str, int]) -> Iterator[tuple[
             output = output[:, None]
         else:
             start = jnp.zeros((tokens.shape[0], tokens.shape[1] // model.config.window_length), bool)
-            (*_, output), state = module.read_while_decoding(tokens, state, start)
+            (*_, output), state = read_while_decoding(module, tokens, state, start)
         hidden = module.finish(output, None)
         nats = token_losses(module, hidden, targets, LOSS_SLICE).nats
         return -nats, module.logits(hidden[:, -1]), jax.tree.leaves(state)

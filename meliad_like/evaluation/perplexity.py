@@ -54,8 +54,6 @@ class ReadingMode:
     its losses. `loss_slice` is the number of tokens of a lane whose logits exist at the same time."""
     init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
     """`init_carry(module, b)`, with `model.bind(params)`, returns the carry of `b` lanes before their first token."""
-    carry_axes: Callable[[Model, Any], Any] = Model.carry_axes
-    """`carry_axes(model, carry)` returns the logical axes of the carry's arrays, as `Model.carry_axes` does."""
     repeats_windows: bool = True
     """Whether segments have the tokens that overlapping windows repeat."""
 
@@ -145,7 +143,7 @@ class Evaluator:
         if read is None:
             lengths, overlap = (
                 (segment_length, window),
-                model.config.traits.overlap if reading_mode.repeats_windows else 0,
+                model.config.overlap if reading_mode.repeats_windows else 0,
             )
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
             self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
@@ -159,7 +157,7 @@ class Evaluator:
             return reading_mode.init_carry(model.bind(params), self.num_lanes)
 
         shapes = jax.eval_shape(init_carry, model.abstract_params)
-        carry = carry_shardings(mesh, self.num_lanes, reading_mode.carry_axes(model, shapes), shapes)
+        carry = carry_shardings(mesh, self.num_lanes, shapes)
         self._init_carry = jax.jit(init_carry, out_shardings=carry)
         # Every host needs the losses of all lanes, which are small compared with the logits.
         self._step = jax.jit(

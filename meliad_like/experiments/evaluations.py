@@ -33,7 +33,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]
     return (
-        {"num_states": 0, "overlap": run.model.traits.overlap}
+        {"num_states": 0, "overlap": run.model.overlap}
         | lengths
         | {
             "segment_length": run.data.segment_length,

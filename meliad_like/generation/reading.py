@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.errors import DAMAGED_NPZ, UserError, refusals
 from meliad_like.layers.lanes import choose_lanes, join_lanes, take_lanes
@@ -157,6 +157,25 @@ def check_tokens(texts: Sequence[Int[np.ndarray, " n"]], vocabulary_size: int) -
             raise UserError(f"{where}token {wrong[0]} is not in the vocabulary of {vocabulary_size}")
 
 
+def read_while_decoding(
+    module: Any, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
+) -> tuple[list[Float[Array, "b n d"]], Any]:
+    """Reads a segment as `BaseDecoder.read_segment`, with the carry's form for decoding, at the beginning of a block.
+    Where windows overlap, tokens are read one by one."""
+    if not module.config.overlap:
+        outputs, carry = module.read_segment(tokens, module.end_decoding(carry), start, every_layer=every_layer)
+        return outputs, module.begin_decoding(carry)
+    begins = jnp.zeros(tokens.shape, bool).at[:, :: module.config.window_length].set(start)
+
+    def read(carry, token):
+        token, begins = token
+        outputs, carry = module.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
+        return carry, outputs if every_layer else outputs[-1:]
+
+    carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
+    return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
+
+
 def _cut(
     rows: list[Int[np.ndarray, " n"]], place: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"], size: int
 ) -> tuple[Int[np.ndarray, "b size"], Int[np.ndarray, "b size"]]:
@@ -198,7 +217,7 @@ def _look_at_block(model: Model, params, carry, tokens, targets, start, *, reque
 def _look(model: Model, params, carry, tokens, targets, start, requested: RequestedResults):
     """The results and the carry of whole blocks: tokens and targets int32[b, n], start bool[b, c]."""
     module = model.bind(params)
-    outputs, carry = module.read_while_decoding(tokens, carry, start, every_layer=bool(requested.layers))
+    outputs, carry = read_while_decoding(module, tokens, carry, start, every_layer=bool(requested.layers))
     return _results(module, outputs, targets, requested), carry
 
 

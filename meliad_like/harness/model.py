@@ -28,7 +28,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, check_tokens
+from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, check_tokens, read_while_decoding
 from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
@@ -340,5 +340,5 @@ def _losses(model: Model, params, carry, tokens: Int[Array, "b n"], start: Bool[
     if carry is None:
         carry = module.begin_decoding(module.init_carry(len(tokens)))
     # While decoding, windows that overlap read tokens without repetition.
-    (output,), _ = module.read_while_decoding(tokens[:, :-1], carry, start)
+    (output,), _ = read_while_decoding(module, tokens[:, :-1], carry, start)
     return token_losses(module, module.finish(output, None), tokens[:, 1:], LOSS_SLICE)

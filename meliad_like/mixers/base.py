@@ -31,7 +31,7 @@ MIXERS = Registry("mixer")
 
 KernelKind = Literal["attention", "recurrence"]
 Carry = Any
-"""The carry of a mixer: a pytree of arrays with the lane axis first."""
+"""The carry of a mixer: a pytree of arrays with the lane axis first. Arrays with four axes, [b, h, ...], have heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +113,9 @@ class Mixer(nnx.Module):
     in `init_carry`; `begin_decoding` makes it at the beginning of a block. Other mixers need not implement that.
     """
 
-    acts_at_blocks = False
-    """Whether decoding has to call `end_block`."""
-
     def init_carry(self, b: int, dtype: Any) -> Carry:
         """The carry of `b` lanes before their first token; `dtype` is the dtype of the activations."""
         raise NotImplementedError
-
-    def carry_axes(self, carry: Carry) -> Any:
-        """The logical axes of each array of a carry in either form: the same tree, with tuples of names of
-        `layers/sharding.py`, from the first axis; axes that are not listed are not sharded. By default arrays with four
-        axes, [b, h, ...], are sharded by heads."""
-        return jax.tree.map(lambda leaf: ("lanes", "heads") if leaf.ndim == 4 else ("lanes",), carry)
 
     def __call__(
         self, x: Float[Array, "b n d"], context: LayerContext, carry: Carry, dropout_key: PRNGKeyArray | None
@@ -141,15 +132,12 @@ class Mixer(nnx.Module):
 
     def step(self, x: Float[Array, "b d"], context: LayerContext, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
         """The results for one token of every lane, and the carry after it, in its form for decoding. The cost does not
-        depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset."""
+        depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset. Where the
+        carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`)."""
         raise NotImplementedError
 
     def begin_decoding(self, carry: Carry) -> Carry:
         """The carry's form for decoding, at the beginning of a block."""
-        return carry
-
-    def end_block(self, carry: Carry) -> Carry:
-        """The carry after a block whose last token has been decoded, also in its form for decoding."""
         return carry
 
 

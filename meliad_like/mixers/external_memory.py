@@ -16,6 +16,7 @@ from meliad_like.kernels.registry import kernel_of_memory
 from meliad_like.layers.attention import merge_heads
 from meliad_like.layers.basic import parameter
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.memory_search import (
     Backup,
     Lookup,
@@ -62,8 +63,6 @@ class MemoryCarry(NamedTuple):
 class MemoryAttention(Mixer):
     """Attention to the window and to a memory, mixed by a learned share per head."""
 
-    acts_at_blocks = True
-
     def __init__(self, config: "ExternalMemory", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.lookup = Lookup(config.num_neighbors, config.search, shape.mask_empty_cache)
@@ -86,20 +85,18 @@ class MemoryAttention(Mixer):
         read, memory = results
         return tokens_of(self._mix(window, read)), MemoryCarry(cache, memory, position)
 
-    def begin_decoding(self, carry):
-        return carry._replace(window=self.window.begin_decoding(carry.window))
-
     def step(self, x, context, carry):
         window, inputs, cache = self.window.attend_token(x, carry.window)
         hits = self.lookup.find(inputs.query, carry.memory, carry.position)
         mixed = self._mix(window, self.lookup.attend(hits, carry.memory.value))
-        return merge_heads(mixed)[:, 0], carry._replace(window=cache)
+        ends = (context.positions + 1) % self.shape.window_length == 0
+        return merge_heads(mixed)[:, 0], at_lanes(ends, self._end_block, carry._replace(window=cache))
 
-    def end_block(self, carry):
+    def _end_block(self, carry: MemoryCarry) -> MemoryCarry:
         key, value, _ = self.window.heads.keys_and_values(carry.window)
         everywhere = jnp.ones_like(carry.position, bool)
         memory = remember_block(carry.memory, Memory(key, value), carry.position, everywhere)
-        return MemoryCarry(self.window.end_block(carry.window), memory, carry.position + self.shape.window_length)
+        return MemoryCarry(carry.window, memory, carry.position + self.shape.window_length)
 
     def _mix(
         self, window: Float[Array, "*batch h t k"], read: Float[Array, "*batch h t k"]

@@ -21,6 +21,7 @@ from meliad_like.layers.attention import KeysAndValues, attend_unit, merge_heads
 from meliad_like.layers.backend import unrolls_blocks
 from meliad_like.layers.basic import FeedForward, Linear, RMSNorm, parameter, rematerialise_iteration, row_major, rows
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.sharding import constrain, num_parts, scan_in_order
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, WindowInputs, tokens_of, window_traits
@@ -250,8 +251,6 @@ class StateAttention(nnx.Module):
 class StateRecurrence(Mixer):
     """Tokens attend to the window and to the layer's states, which are updated after every block."""
 
-    acts_at_blocks = True
-
     def __init__(self, config: "RecurrentStates", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.window = WindowAttention(shape, rngs=rngs)
@@ -315,9 +314,10 @@ class StateRecurrence(Mixer):
     def step(self, x, context, carry):
         window, _, cache = self.window.attend_token(x, carry.window)
         read = self.reader(x[:, None], carry.heads.keys)
-        return merge_heads(window, read)[:, 0], carry._replace(window=cache)
+        ends = (context.positions + 1) % self.shape.window_length == 0
+        return merge_heads(window, read)[:, 0], at_lanes(ends, self._end_block, carry._replace(window=cache))
 
-    def end_block(self, carry):
+    def _end_block(self, carry: StatesCarry) -> StatesCarry:
         block = self.window.heads.keys_and_values(carry.window)
         states, _ = self.cell.update(carry.states, self.cell.attend(carry.heads, carry.previous, block))
         return self.begin_decoding(StatesCarry(carry.window, states))

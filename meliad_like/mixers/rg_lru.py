@@ -68,9 +68,6 @@ class RecurrentBlock(Mixer):
         recent = jnp.zeros((b, self.config.conv_length - 1, self.channels), dtype)
         return RGLRUCarry(jnp.zeros((b, self.channels), jnp.float32), recent, jnp.zeros(b, jnp.int32))
 
-    def carry_axes(self, carry):
-        return RGLRUCarry(("lanes", "heads"), ("lanes", None, "heads"), ("lanes",))
-
     def _coefficients(
         self, u: Float[Array, "b n channels"], first: Bool[Array, "b n"]
     ) -> tuple[Float[Array, "b n channels"], Float[Array, "b n channels"]]:

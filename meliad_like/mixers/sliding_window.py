@@ -17,6 +17,7 @@ from meliad_like.layers.attention import KeysAndValues, attend, attend_window, m
 from meliad_like.layers.backend import platform
 from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer, MixerConfig, Traits
 from meliad_like.mixers.positions import NoPosition, Position
@@ -231,7 +232,6 @@ class WindowAttention(Mixer):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs, with_positions: bool = True):
         self.shape = shape
         self.heads = TokenHeads(shape, rngs=rngs, with_positions=with_positions)
-        self.acts_at_blocks = self.heads.position.changes_keys
 
     def init_carry(self, b, dtype):
         return self.heads.init_cache(b, dtype)
@@ -242,12 +242,13 @@ class WindowAttention(Mixer):
 
     def step(self, x, context, carry):
         mixed, _, carry = self.attend_token(x, carry)
+        if self.heads.position.changes_keys:
+            ends = (context.positions + 1) % self.shape.window_length == 0
+            carry = at_lanes(ends, self.begin_decoding, carry)
         return merge_heads(mixed)[:, 0], carry
 
     def begin_decoding(self, carry: TokenCache) -> TokenCache:
         return self.heads.begin_block(carry)
-
-    end_block = begin_decoding
 
     def attend(
         self, x: Float[Array, "b n d"], context: LayerContext, cache: TokenCache, dropout_key: PRNGKeyArray | None

@@ -6,7 +6,7 @@ contract of docs/design.md. The trainer, the evaluator and the generator name no
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flax import nnx
@@ -59,8 +59,6 @@ class ModelTraits(NamedTuple):
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""
     states: tuple[str, ...] = ()
     """The fields of memories that are states, which pass from block to block."""
-    overlap: int = 0
-    """The number of tokens of the window before that a window repeats."""
     rate_factor: Callable[[str], float] = lambda name: 1.0
     """The factor on the learning rate of the parameters under a first name; 0: they are not trained."""
     flops_by_the_paper: float | None = None
@@ -87,6 +85,9 @@ def _dropout_rates(config: Any) -> list[str]:
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
+
+    overlap: ClassVar[int] = 0
+    """The number of tokens of the block before that a block repeats."""
 
     num_layers: int = size(12, "layers")
     """The number of layers."""
@@ -143,6 +144,12 @@ class ModelConfig:
     def total_layers(self) -> int:
         """The number of layers, with those that a config adds to `num_layers`."""
         return self.num_layers
+
+    @property
+    def num_block_by_block(self) -> int:
+        """The number of layers, from the first one on, that all read a block before the next block. The layers above
+        them read the whole segment at once."""
+        return 0
 
     @property
     def traits(self) -> ModelTraits:

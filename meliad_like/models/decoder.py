@@ -214,9 +214,9 @@ class DecoderConfig(StackConfig):
         reads = {mixer.reads for mixer in self.mixers} - {None}
         return {name: self.layers_with(MIXERS[name]) for name in sorted(reads)}
 
-    @property
+    @functools.cached_property
     def num_block_by_block(self) -> int:
-        """The number of layers that read a block before the next block: those up to the last one that publishes."""
+        """Those up to the last one that publishes."""
         return max((indices[-1] + 1 for indices in self.publishers().values() if indices), default=0)
 
     @property
@@ -249,10 +249,6 @@ class Layer(Mixer):
     def init_carry(self, b: int, dtype: Any) -> Carry:
         """The carry of `b` lanes before their first token: nothing."""
         del b, dtype
-
-    def end_decoding(self, carry: Carry) -> Carry:
-        """The carry's form for segments, from that for decoding, at the beginning of a block."""
-        return carry
 
     def begin_segment(self, carry: Carry) -> Carry:
         """The carry at the beginning of a segment."""
@@ -298,7 +294,6 @@ class DecoderLayer(Layer):
         self.mixers = nnx.Dict({name: config.build(shape, rngs=rngs) for name, config in mixers.items()})
         self.clearing = tuple(name for name, config in mixers.items() if clear_states and config.traits(shape).states)
         """The mixers that begin every segment with an empty memory."""
-        self.acts_at_blocks = any(mixer.acts_at_blocks for mixer in self.mixers.values())
         self.widths = tuple(config.width(shape) for config in mixers.values())
         if mixers:
             bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
@@ -320,23 +315,12 @@ class DecoderLayer(Layer):
     def init_carry(self, b, dtype):
         return {name: self.mixers[name].init_carry(b, dtype) for name in self.names}
 
-    def carry_axes(self, carry):
-        return {name: self.mixers[name].carry_axes(carry[name]) for name in self.names}
-
     def begin_segment(self, carry):
         cleared = {name: self.mixers[name] for name in self.clearing}
         return carry | {name: empty_but_window(mixer, carry[name]) for name, mixer in cleared.items()}
 
     def begin_decoding(self, carry):
         return {name: self.mixers[name].begin_decoding(carry[name]) for name in self.names}
-
-    def end_decoding(self, carry):
-        """The carry without the arrays that only decoding needs: fields that are None in a mixer's `init_carry`."""
-        empty = jax.eval_shape(lambda: self.init_carry(1, jnp.float32))
-        return jax.tree.map(lambda x, y: None if x is None else y, empty, carry, is_leaf=lambda x: x is None)
-
-    def end_block(self, carry):
-        return {name: self.mixers[name].end_block(carry[name]) for name in self.names}
 
     def __call__(self, x, context, carry, dropout_key=None):
         return self._read(x, carry, dropout_key, lambda mixer, x, carry, key: mixer(x, context, carry, key))
@@ -426,7 +410,6 @@ class Decoder(Stack):
 
     def make_layers(self, rngs):
         config = self.config
-        self.num_block_by_block = config.num_block_by_block
         doubled, after = config.layers_of("doubled_inputs"), config.layers_of("norms_after")
         around, clear = config.layers_of("norms_around"), config.clear_states
         for i in range(config.total_layers):

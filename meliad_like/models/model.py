@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import fold_key, rematerialise, rematerialise_iteration, split_key
-from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import LayerContext, count_by_block
@@ -110,7 +109,7 @@ class Model:
         """The operations of a predicted token in a long document, including tokens that windows read again.
         `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count."""
         w, traits = self.config.window_length, self.config.traits
-        counted, paper = self.forward_flops_per_token * w / (w - traits.overlap), traits.flops_by_the_paper
+        counted, paper = self.forward_flops_per_token * w / (w - self.config.overlap), traits.flops_by_the_paper
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})
 
     def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:
@@ -144,10 +143,6 @@ class Model:
         if not traits.states or traits.needs_segments:
             return attention
         return "everything by its states" + (f", {attention}" if visible > 1 else "")
-
-    def carry_axes(self, carry: Any) -> Any:
-        """The logical axes of each array of a carry, from the first axis; axes not listed are not sharded."""
-        return self.bind(self.abstract_params).carry_axes(carry)
 
     def for_separate_sequences(self, num_tokens: int) -> "Model":
         """The model with the same parameters for independent sequences of this number of tokens."""
@@ -269,11 +264,6 @@ class BaseDecoder(nnx.Module):
 
     config: ModelConfig
     layers: Any
-    num_block_by_block = 0
-    """The number of layers, from the first one on, that all read a block before the next block. The layers above them
-    read the whole segment at once."""
-    overlap = 0
-    """The number of tokens of the block before that a block repeats."""
     target_scores: Callable[..., TokenLosses] | None = None
     """`token_losses` of a family that computes them without the logits of the whole vocabulary; None: from `logits`."""
 
@@ -305,20 +295,16 @@ class BaseDecoder(nnx.Module):
         """The carry of `b` lanes before their first token."""
         return DecoderCarry(jnp.zeros((b,), jnp.int32), [layer.init_carry(b, self.dtype) for layer in self.layers])
 
-    def carry_axes(self, carry: Any) -> Any:
-        """The logical axes of each array of a carry in either form, as of `Mixer.carry_axes`."""
-        layers = [layer.carry_axes(one) for layer, one in zip(self.layers, carry.layers, strict=True)]
-        return jax.tree.map(lambda _: ("lanes",), carry)._replace(layers=layers)
-
     def begin_decoding(self, carry: Any) -> Any:
         """Converts a carry for segments to a carry for `decode_step`, with the arrays that only decoding needs."""
         both = zip(self.layers, carry.layers, strict=True)
         return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
 
     def end_decoding(self, carry: Any) -> Any:
-        """Converts a carry for decoding to a carry for segments. All lanes must be at the beginning of a block."""
-        both = zip(self.layers, carry.layers, strict=True)
-        return carry._replace(layers=[layer.end_decoding(one) for layer, one in both])
+        """Converts a carry for decoding to a carry for segments, without the arrays that are None in `init_carry`. All
+        lanes must be at the beginning of a block."""
+        empty = jax.eval_shape(lambda: self.init_carry(1))
+        return jax.tree.map(lambda x, y: None if x is None else y, empty, carry, is_leaf=lambda x: x is None)
 
     def __call__(
         self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], dropout_key: PRNGKeyArray | None = None
@@ -356,11 +342,11 @@ class BaseDecoder(nnx.Module):
         keys = split_key(dropout_key, len(self.layers) + 2)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]) % w, keys[-2])
         x = constrain(x, "lanes", None, None)
-        positions, position = block_positions(carry.position, start, w, self.overlap)
+        positions, position = block_positions(carry.position, start, w, self.config.overlap)
         # No gradient passes from a segment to the one before, also not through a carry that is differentiated.
         layers = jax.lax.stop_gradient(carry.layers)
         layers = [layer.begin_segment(one) for layer, one in zip(self.layers, layers, strict=True)]
-        k, outputs, below, published = self.num_block_by_block, [x], [], {}
+        k, outputs, below, published = self.config.num_block_by_block, [x], [], {}
         if k:
             outputs, below, published = self._scan_blocks(x, layers[:k], positions, keys[:k], every_layer)
         groups, context = groups_of(self.layers[k:], self.config.scan_layers), LayerContext(positions, published)
@@ -423,8 +409,8 @@ class BaseDecoder(nnx.Module):
 
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
-        w, position = self.config.window_length, carry.position
-        offset = block_offset(position, w, self.overlap)
+        position = carry.position
+        offset = block_offset(position, self.config.window_length, self.config.overlap)
         context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
         outputs, layers = [self.embed(token, offset, None)], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
@@ -432,19 +418,4 @@ class BaseDecoder(nnx.Module):
                 x, one = layer.step(outputs[-1], context, one)
             outputs.append(x)
             layers.append(one)
-        acting = {i: one for i, one in enumerate(layers) if self.layers[i].acts_at_blocks}
-        if acting:
-            acted = at_lanes(offset == w - 1, self.end_block, acting)
-            layers = [acted.get(i, one) for i, one in enumerate(layers)]
         return outputs, carry._replace(position=position + 1, layers=layers)
-
-    def end_block(self, carries: dict[int, Any]) -> dict[int, Any]:
-        """The carries, by number of the layer, after a block whose last token has been decoded, in all lanes."""
-        return {i: self.layers[i].end_block(one) for i, one in carries.items()}
-
-    def read_while_decoding(
-        self, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
-    ) -> tuple[list[Float[Array, "b n d"]], Any]:
-        """Reads a segment as `read_segment`, with the carry's form for decoding, at the beginning of a block."""
-        outputs, carry = self.read_segment(tokens, self.end_decoding(carry), start, every_layer=every_layer)
-        return outputs, self.begin_decoding(carry)

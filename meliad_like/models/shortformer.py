@@ -26,6 +26,7 @@ from meliad_like.layers.basic import (
     split_key,
 )
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
@@ -101,6 +102,10 @@ class ShortformerConfig(ModelConfig):
         return Flops.of_products(layers + softmax)
 
     @property
+    def num_block_by_block(self):
+        return self.num_layers
+
+    @property
     def traits(self):
         return ModelTraits(self._num_visible, memory="window" if self.cache_length else None)
 
@@ -132,8 +137,6 @@ class ShortformerCarry(NamedTuple):
 
 class ShortformerLayer(Layer):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
-
-    acts_at_blocks = True
 
     def __init__(self, config: ShortformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -197,7 +200,8 @@ class ShortformerLayer(Layer):
         slot = np.arange(-m, w)
         visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
         mixed = attend(self._query(inputs[:, None], place), carry.key, carry.value, mask=visible[:, None, None, :])
-        return self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0], carry
+        x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
+        return x, at_lanes(offset == w - 1, self._end_block, carry)
 
     def begin_decoding(self, carry):
         """The carry with the keys and values of the cached inputs, which are projected once for the block."""
@@ -210,10 +214,7 @@ class ShortformerLayer(Layer):
             key, value = (jnp.concatenate(pair, axis=2) for pair in ((old_key, key), (old_value, value)))
         return carry._replace(recent=jnp.zeros((b, w, d), dtype), key=key, value=value)
 
-    def end_decoding(self, carry):
-        return ShortformerCarry(carry.cache, carry.position)
-
-    def end_block(self, carry):
+    def _end_block(self, carry: ShortformerCarry) -> ShortformerCarry:
         """The carry after the block has moved into the cache."""
         w, cache = self.config.window_length, None
         if self.config.cache_length:
@@ -417,7 +418,6 @@ class Shortformer(BaseDecoder):
         bands = config.cutoffs, config.band_factor, config.softmax_dropout_rate
         self.vocabulary = AdaptiveVocabulary(vocabulary_size, config.model_width, *bands, rngs=rngs)
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
-        self.num_block_by_block = config.num_layers
 
     def embed(self, tokens, position, dropout_key):
         config = self.config

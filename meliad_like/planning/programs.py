@@ -83,7 +83,7 @@ def estimates(
     program = make_program(with_kernels(run, topology), vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     shapes = model.abstract_carry(num_lanes, decoding=True)
-    shardings = carry_shardings(mesh, num_lanes, model.carry_axes(shapes), shapes)
+    shardings = carry_shardings(mesh, num_lanes, shapes)
     carry = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     lanes = lane_sharding(mesh, num_lanes)
     token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)

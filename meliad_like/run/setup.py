@@ -119,7 +119,7 @@ def _make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
     return run.data.make(
         stores[0],
         "train",
-        run.model.traits.overlap,
+        run.model.overlap,
         documents=run.data.documents(stores, "train"),
         num_lanes=run.data.num_lanes,
         window_length=run.model.window_length,

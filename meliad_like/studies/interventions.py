@@ -139,7 +139,6 @@ def losses_after(
     reading_mode = ReadingMode(
         step,
         init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)),
-        carry_axes=lambda model, state: Carries(*map(model.carry_axes, state)),
     )
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(

@@ -171,7 +171,7 @@ def _parts(studied: StudiedModel, checkpoint: str, requested: Sequence[str]) -> 
             f"memory_use reads block by block, and what {name} remembers depends on where segments end: change "
             f"{reason} with --gin_param"
         )
-    if model.config.traits.overlap:
+    if model.config.overlap:
         raise UserError("memory_use needs windows that repeat nothing: --gin_param='PretrainedConfig.overlap = 0'")
     carried = part_names(model.config, model.abstract_carry(1))
     if unknown := set(requested) - set(carried):

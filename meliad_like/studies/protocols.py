@@ -180,9 +180,9 @@ def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> 
         raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
     if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
         raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
-    if model.config.traits.overlap and protocol != "token_by_token":
+    if model.config.overlap and protocol != "token_by_token":
         raise UserError(
-            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.traits.overlap} tokens: "
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: "
             "evaluate without a protocol, or with PretrainedConfig.overlap = 0"
         )
     if protocol == "token_by_token" and (reason := model.config.traits.needs_segments):

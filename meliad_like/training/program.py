@@ -95,7 +95,7 @@ def lay_out(
     """Lays out any training on a mesh. It compiles nothing.
 
     Args:
-      model: the trained model, with a method `carry_axes` such as that of `Model`.
+      model: the trained model.
       axes: a tree like the parameters, with the logical axes of each.
       init: key of `seed` -> the state before the first step.
       make_step: shardings of the parameters -> the step, (state, batch) -> (state, metrics), as of `training.step`.
@@ -114,7 +114,7 @@ def lay_out(
         step=replicated(mesh),
         params=params.whole,
         optimizer_state=optimizer_state_shardings(mesh, shapes.optimizer_state, shapes.params, params.shares),
-        carry=carry_shardings(mesh, num_lanes, model.carry_axes(shapes.carry), shapes.carry),
+        carry=carry_shardings(mesh, num_lanes, shapes.carry),
         num_skipped=replicated(mesh),
         halted=replicated(mesh),
     )

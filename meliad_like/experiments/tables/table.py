@@ -213,7 +213,7 @@ def configure(
         values["ReaderConfig.tokens_per_step"] = segment * max(whole.data.num_lanes // scale.lanes, 1)
     run = config.parse(files, gin_params, values | fixed)
     if scale.targets and "TrainingConfig.num_steps" not in bound:
-        window, overlap = run.model.window_length, run.data.training_overlap(run.model.traits.overlap)
+        window, overlap = run.model.window_length, run.data.training_overlap(run.model.overlap)
         new = run.data.tokens_per_step * (window - overlap) / window
         run = with_changes(run, {"training.num_steps": math.ceil(scale.targets / new)})
     return with_changes(run, {"data.store": f"{run.data.store}_{row.name}"}) if row.vocabulary_size else run

@@ -66,10 +66,6 @@ class Selector:
     def encoder(self) -> Model:
         return Model(self.encoder_config, self.vocabulary_size)
 
-    def carry_axes(self, carry: Any) -> Any:
-        """The logical axes of the carry, which is empty: nothing is remembered between batches."""
-        return carry
-
     @property
     def axes(self) -> Params:
         """The logical axes of the parameters of `init`."""

@@ -29,6 +29,7 @@ from meliad_like.layers.basic import (
     split_key,
     tiled_dropout,
 )
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer, ResidualFeedForward, Stack
@@ -129,8 +130,6 @@ class MelodiLayer(Layer):
 
     Its input and output have `w + u` vectors for every window, of its tokens and of its summary tokens.
     """
-
-    acts_at_blocks = True
 
     def __init__(self, config: MelodiConfig, index: int, *, rngs: nnx.Rngs):
         shape = config.shape
@@ -323,9 +322,6 @@ class MelodiLayer(Layer):
         window, short = self.heads.begin_block(empty), self._memory_heads(carry.short, None)
         return carry._replace(window=window, short_heads=short, long_heads=long, mixed=mixed)
 
-    def end_decoding(self, carry):
-        return MelodiCarry(*carry[:3])
-
     def _mix_stored(self, result, query, carry, age: Int[Array, " b"]):
         """`_mix_long` while decoding."""
         if not self.long:
@@ -354,7 +350,8 @@ class MelodiLayer(Layer):
     def end_window(
         self, carry: MelodiCarry, summaries: Float[Array, "b u d"]
     ) -> tuple[MelodiCarry, Float[Array, "b u d"]]:
-        """`end_block` with the window's summary tokens: from the layer below, and returned for the next layer."""
+        """The carry after a window whose last token has been decoded. The window's summary tokens come from the layer
+        below, and are returned for the next layer."""
         w, heads = self.shape.window_length, self.heads
         tokens, age = carry.window, carry.position // w
         assert tokens is not None
@@ -408,9 +405,16 @@ class Melodi(Stack):
         outputs, carry = super().read_segment(tokens, *arguments, **options)
         return list(map(of_tokens, outputs)), carry
 
-    def end_block(self, carries):
-        """The carries after a window, whose summary tokens pass the layers from the first to the last."""
-        summaries, ended = self._summaries(carries[0].position.shape[0]), {}
-        for i, carry in carries.items():
-            ended[i], summaries = self.layers[i].end_window(carry, summaries)
+    def read_token(self, token, carry):
+        """Reads one token per lane, as `BaseDecoder.read_token`. Behind a window's last token, its summary tokens pass
+        the layers from the first to the last."""
+        outputs, carry = super().read_token(token, carry)
+        ends = carry.position % self.config.window_length == 0
+        return outputs, carry._replace(layers=at_lanes(ends, self._end_window, carry.layers))
+
+    def _end_window(self, carries: list[MelodiCarry]) -> list[MelodiCarry]:
+        summaries, ended = self._summaries(carries[0].position.shape[0]), []
+        for layer, carry in zip(self.layers, carries, strict=True):
+            carry, summaries = layer.end_window(carry, summaries)
+            ended.append(carry)
         return ended

@@ -139,7 +139,6 @@ class PretrainedConfig(ModelConfig):
         return ModelTraits(
             self._num_visible,
             memory=RECURRENCES.name_of(self.summary) if self.summary else None,
-            overlap=self.overlap,
             rate_factor=self._rate_factor,
             flops_by_the_paper=self._flops_by_the_paper(),
         )

@@ -74,9 +74,6 @@ class Block(Layer):
         """An empty cache, for decoding."""
         return self.mixers[ATTENTION].init_carry(b, self.config.activation_dtype)
 
-    def carry_axes(self, carry):
-        return jax.tree.map(lambda _: ("lanes",), carry)
-
     def __call__(self, x, context, carry, dropout_key=None):
         keys = split_key(dropout_key, 3)
         mixed, carry = self.mixers[ATTENTION](self.norm(x), self._inserted(context, x.dtype), carry, keys[0])
@@ -123,7 +120,7 @@ class PretrainedDecoder(BaseDecoder):
     config: PretrainedConfig
 
     def __init__(self, config: PretrainedConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
-        self.config, self.overlap = config, config.overlap
+        self.config = config
 
         def table(size: int, axis: str | None) -> nnx.Param:
             return parameter(rngs.params(), normal, (size, config.model_width), (axis, "model"), "table")
@@ -164,9 +161,6 @@ class PretrainedDecoder(BaseDecoder):
         window = (carry.window or Window())._replace(tokens=tokens)
         return carry._replace(layers=[layer.init_cache(b) for layer in self.layers], window=window)
 
-    def end_decoding(self, carry):
-        return carry._replace(layers=[None] * len(self.layers), window=None)
-
     def read_window(
         self,
         tokens: Int[Array, "b t"],
@@ -192,20 +186,6 @@ class PretrainedDecoder(BaseDecoder):
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
-    def read_while_decoding(self, tokens, carry, start, *, every_layer=False):
-        """`BaseDecoder.read_while_decoding`; where windows overlap, tokens are read one by one."""
-        if not self.overlap:
-            return super().read_while_decoding(tokens, carry, start, every_layer=every_layer)
-        begins = jnp.zeros(tokens.shape, bool).at[:, :: self.config.window_length].set(start)
-
-        def read(carry, token):
-            token, begins = token
-            outputs, carry = self.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
-            return carry, outputs if every_layer else outputs[-1:]
-
-        carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
-        return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
-
     def read_token(self, token, carry):
         """Reads one token per lane, as `BaseDecoder.read_token`.
 
@@ -213,7 +193,7 @@ class PretrainedDecoder(BaseDecoder):
         any length are written by the windows in which they are evaluated.
         """
         w, lanes = self.config.window_length, jnp.arange(token.shape[0])
-        offset = block_offset(carry.position, w, self.overlap)
+        offset = block_offset(carry.position, w, self.config.overlap)
         outputs, carry = super().read_token(token, carry)
         window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
         carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
@@ -221,7 +201,7 @@ class PretrainedDecoder(BaseDecoder):
 
     def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
-        w, o, window = self.config.window_length, self.overlap, carry.window
+        w, o, window = self.config.window_length, self.config.overlap, carry.window
         if not o:
             return carry
         # Later tokens replace the padding, and no token sees what comes after it.
@@ -261,9 +241,6 @@ class RecurrentDecoder(PretrainedDecoder):
         weighed = jnp.zeros((*carry.window.tokens.shape, d), self.dtype)
         return carry._replace(window=carry.window._replace(weighed=weighed))
 
-    def end_decoding(self, carry):
-        return super().end_decoding(carry)._replace(window=Window(inserted=carry.window.inserted))
-
     def read_segment(self, tokens, carry, start, dropout_key=None, *, every_layer=False):
         keep = slice(None if every_layer else -1, None)
         outputs, carry = self._scan(tokens, tokens, carry, start, dropout_key, lambda outputs, _: outputs[keep])
@@ -281,7 +258,7 @@ class RecurrentDecoder(PretrainedDecoder):
         # Inside of the scan the ids are not known yet.
         check_tokens(tokens, self.embedding.shape[0])
         w = self.config.window_length
-        positions, position = block_positions(carry.position, start, w, self.overlap)
+        positions, position = block_positions(carry.position, start, w, self.config.overlap)
 
         def read(inserted, window):
             tokens, targets, position, index = window
