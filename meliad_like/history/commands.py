@@ -110,7 +110,9 @@ def evaluate(
         "selections": [(selection.name, selection.fingerprint) for selection in selections],
     }
     journal = Journal(folder / "documents.jsonl", identity, replace=replace)
-    work = partial(report.evaluate, opened.windows, documents, selections, opened.layout, journal)
+    history = opened.layout.config
+    windows = opened.losses(length=history.window_length, max_targets=history.stride)
+    work = partial(report.evaluate, windows, documents, selections, opened.layout, journal)
     evaluation = with_progress(f"{request.split} in {folder.name}", work)
     content = {
         "checkpoint": request.checkpoint,

@@ -57,6 +57,9 @@ class AncientHistoryReaderConfig(ReaderConfig):
         return lambda documents, num_lanes: self.make(store, split, documents=documents, num_lanes=num_lanes, **fields)
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
-        from meliad_like.history.reader import make_reader
+        from meliad_like.history.reader import HistoryReader, make_selection
+        from meliad_like.history.spans import Layout
 
-        return make_reader(self.history, self.selection, self.selections, store, split, fields)
+        select, leaks = make_selection(self.history, self.selection, self.selections, store, split)
+        layout = Layout.of(self.history, store.vocabulary)
+        return HistoryReader(**fields, layout=layout, selection=select, leaks_the_future=leaks)

@@ -93,11 +93,6 @@ class Opened:
         limits = {"batch_size": self.request.batch_size, "loss_slice": run.training.loss_slice}
         return TargetLosses(model, params, self.checkpoint.mesh, **limits, **lengths)
 
-    @functools.cached_property
-    def windows(self) -> TargetLosses:
-        """The model, for predicting the targets of whole windows."""
-        return self.losses(length=self.layout.config.window_length, max_targets=self.layout.config.stride)
-
     def gains(self) -> SpanGains:
         """The model, for scoring spans."""
         return SpanGains(self.losses, self.layout, self.fingerprint)

@@ -7,7 +7,6 @@ are all its tokens but the first; the targets of later windows are those of one 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -80,19 +79,11 @@ class HistoryReader(ScheduledReader):
         return stride, window if index else window._replace(num_targets=len(tokens) - 1)
 
 
-def make_reader(
-    config: HistoryConfig, selection: str, selections: str, store: TokenStore, split: str, fields: dict[str, Any]
-) -> HistoryReader:
-    """The reader of a split, by the fields of `AncientHistoryReaderConfig` and those of `ScheduledReader`."""
-    select, leaks = make_selection(config, selection, selections, store, split)
-    layout = Layout.of(config, store.vocabulary)
-    return HistoryReader(**fields, layout=layout, selection=select, leaks_the_future=leaks)
-
-
 def make_selection(
     config: HistoryConfig, selection: str, selections: str, store: TokenStore, split: str
 ) -> tuple[Selection, bool]:
-    """The selection of this name for the documents of a split, and whether it leaks the future."""
+    """The selection for the documents of a split, by the fields of `AncientHistoryReaderConfig`, and whether it leaks
+    the future."""
     if selection != "file":
         scorer = Ranking(selection, config)
         return lambda name, document, stride: choose(scorer, name, document, stride, config)[0], False

@@ -6,6 +6,7 @@ model pays.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -66,11 +67,9 @@ def run(
     best, worst = (pd.concat([largest(*each, top, sign, unit == "word") for each in documents]) for sign in (1, -1))
     table = pd.concat([table for _, table in documents], ignore_index=True)
     table = table[table["targets"] > 0]
-    groups = {by: _groups(table, table[by]) for by in ("place", "category")}
     # By powers of two: 8 stands for 8 to 15 tokens.
-    distances = table["distance"][table["distance"] > 0]
-    by_distance = _groups(table, 2 ** np.log2(distances).astype(int))
-    means = by_distance["gain_bits"] / by_distance["units"]
+    repeated = table[table["distance"] > 0]
+    means = repeated["gain"].groupby(2 ** np.log2(repeated["distance"]).astype(int)).mean()
     tokens, sums = _tokens(selection, first, second)
     other_config = dataclasses.replace(second.studied.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
@@ -97,7 +96,7 @@ def run(
             Numbers("top", f"The {unit}s with the largest gains", best, FORMATS),
             Numbers("worst", f"The {unit}s with the largest losses", worst, FORMATS),
             Numbers(
-                "by_place", f"Where the same {unit} last occurred", _group_table(groups["place"], best["place"]),
+                "by_place", f"Where the same {unit} last occurred", _by_group("place", table, best),
                 FORMATS,
                 "Window: the token that predicts it, or among those that this one sees in a layer of the other model, "
                 f"whose window is {window} tokens; through several layers a window that slides shows more. Segment: "
@@ -111,7 +110,7 @@ def run(
                 mark=window + 1,
             ),
             Numbers(
-                "by_category", f"What the top {unit}s are", _group_table(groups["category"], best["category"]), FORMATS,
+                "by_category", f"What the top {unit}s are", _by_group("category", table, best), FORMATS,
                 CATEGORY_RULES,
             ),
             Numbers("by_document", "By document", sums, FORMATS, "The bits of all tokens."),
@@ -202,14 +201,8 @@ def _along(gains: Float[np.ndarray, " tokens"]) -> tuple[pd.DataFrame, pd.DataFr
     return pd.DataFrame(extremes, ends), pd.DataFrame({"gain": np.append(0, sums.cumsum())}, ends)
 
 
-def _groups(table: pd.DataFrame, by: pd.Series) -> pd.DataFrame:
-    """The number of `units`, and their `gain_bits` in all, of each group over all documents."""
-    gains = table.loc[by.index, "gain"].groupby(by, observed=False)
-    return pd.DataFrame({"units": gains.size(), "gain_bits": gains.sum()})
-
-
-def _group_table(groups: pd.DataFrame, top: pd.Series) -> pd.DataFrame:
-    """Units, their gains, and how many are among the top ones, whose groups are given."""
-    means, counts = groups["gain_bits"] / groups["units"], top.value_counts()
-    shares = groups["units"] / groups["units"].sum()
-    return groups.assign(**{"share": shares, "mean gain": means, "among the top": counts}).reset_index()
+def _by_group(by: str, table: pd.DataFrame, top: pd.DataFrame) -> pd.DataFrame:
+    """The units of each group over all documents, their gains, and how many are among the top ones."""
+    groups: Any = table.groupby(by, observed=False)["gain"].agg(units="size", gain_bits="sum")
+    means, shares = groups["gain_bits"] / groups["units"], groups["units"] / groups["units"].sum()
+    return groups.assign(**{"share": shares, "mean gain": means, "among the top": top[by].value_counts()}).reset_index()

@@ -1,15 +1,14 @@
 """The states of a decoder and the gates that change them, read from its carries before and after a block."""
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
+from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.recurrent_states import StateRecurrence, StatesCarry
 from meliad_like.models.config import ModelConfig
@@ -41,7 +40,7 @@ def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watch
         fresh = layer.init_carry(len(start), module.dtype)
         for name, (states, memory) in _memories(model.config, i).items():
             # Where a document begins, nothing of the one before is left.
-            begun = jax.tree.map(functools.partial(_choose, start), memory(fresh), memory(old))
+            begun = choose_lanes(start, memory(fresh), memory(old))
             gates = _gates(layer.mixers[name], begun, memory(new)) if isinstance(begun, StatesCarry) else {}
             watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(memory(new), states), gates)
     return watched
@@ -54,10 +53,6 @@ def _memories(config: ModelConfig, index: int) -> dict[str, tuple[tuple[str, ...
         return {traits.memory: (traits.states, lambda carry: carry)} if traits.memory and traits.states else {}
     mixers = {MIXERS.name_of(mixer): mixer.traits(config.shape).states for mixer in config.shape.layers[index]}
     return {name: (states, operator.itemgetter(name)) for name, states in mixers.items() if states}
-
-
-def _choose(start: Bool[Array, " b"], initial: Array, old: Array) -> Array:
-    return jnp.where(start.reshape(-1, *[1] * (old.ndim - 1)), initial.astype(old.dtype), old)
 
 
 def _vectors(carry: Any, states: tuple[str, ...]) -> Float[Array, "b r d"]:
