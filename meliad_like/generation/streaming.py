@@ -20,7 +20,7 @@ CHUNKS = (8, 64)
 ones rarely wait for the host."""
 
 
-class Generator:
+class Generator(TextReader):
     """Reads and continues a batch of documents with fixed parameters.
 
     A text depends neither on the other texts of its batch nor on how calls divide it.
@@ -54,8 +54,7 @@ class Generator:
                 f"what this model remembers depends on where segments end ({reason}), and text that is written has no "
                 "segments: use it for evaluation"
             )
-        self._model, self._params = model, params
-        self.reader = TextReader(model, params, segment_length)
+        super().__init__(model, params, segment_length)
         self._first_chunk, self._chunk = CHUNKS if chunk is None else (chunk, chunk)
         ends = vocabulary.end_tokens
         self._ends = ends if stop_at_end else ()
@@ -71,10 +70,6 @@ class Generator:
         nothing = np.zeros(len(seeds), int)
         return GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, key, nothing, nothing > 0)
 
-    def read(self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]) -> GenerationState:
-        """The states after these tokens, one array for each text of `state`."""
-        return self.reader.read(state, texts)
-
     def score(
         self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]
     ) -> tuple[list[Float[np.ndarray, " n"]], GenerationState, list[Int[np.ndarray, " n"]]]:
@@ -82,7 +77,7 @@ class Generator:
 
         `read` continues the states that are returned with the texts' last tokens, which these lack.
         """
-        results, before, rest = self.reader.look(state, texts, RequestedResults(losses=True))
+        results, before, rest = self.look(state, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
         missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
         return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], before, rest

@@ -157,7 +157,7 @@ class LanguageModel:
         tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: only tokens that another one follows have results.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, *_ = self._generator().reader.look(batch, longer, requested)
+        results, *_ = self._generator().look(batch, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.
