@@ -80,7 +80,7 @@ def layer_program(mixer: str, kernel: str):
     config = chosen
 
     def module():
-        return DecoderLayer(config.shape, 0, rngs=nnx.Rngs(0))
+        return DecoderLayer(config, 0, rngs=nnx.Rngs(0))
 
     graphdef, _ = nnx.split(nnx.eval_shape(module))
     b, n, c = LANES.value, SEGMENT.value, SEGMENT.value // WINDOW.value

@@ -132,7 +132,7 @@ def layer(name, **changes):
     config, sizes, _ = LAYERS[name]
     sizes = {"model_width": 16, "num_heads": 2, "head_size": 8, "num_layers": 1} | sizes | changes
     decoder = DecoderConfig(**sizes, pattern=(MIXERS.name_of(config),), mixers=(config,))
-    graph, params = nnx.split(DecoderLayer(decoder.shape, 0, rngs=nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(DecoderLayer(decoder, 0, rngs=nnx.Rngs(0)), nnx.Param)
     return graph, dict(nnx.to_flat_state(params))
 
 

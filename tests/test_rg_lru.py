@@ -41,7 +41,7 @@ def layer(d=16, channels=24, heads=3, conv_length=4):
     """A layer without a feed-forward network, as a graph and parameters."""
     sizes = {"model_width": d, "num_heads": heads, "head_size": 8, "window_length": 4, "num_layers": 1}
     config = DecoderConfig(**sizes, pattern=("rg_lru",), mixers=(RGLRU(channels=channels, conv_length=conv_length),))
-    graph, params = nnx.split(DecoderLayer(config.shape, 0, rngs=nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(DecoderLayer(config, 0, rngs=nnx.Rngs(0)), nnx.Param)
     return graph, dict(nnx.to_flat_state(params))
 
 

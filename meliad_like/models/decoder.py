@@ -216,7 +216,7 @@ class DecoderConfig(StackConfig):
 
     @functools.cached_property
     def num_block_by_block(self) -> int:
-        """Those up to the last one that publishes."""
+        """The number of layers that read a block before the next block: those up to the last one that publishes."""
         return max((indices[-1] + 1 for indices in self.publishers().values() if indices), default=0)
 
     @property
@@ -234,9 +234,12 @@ class DecoderConfig(StackConfig):
         )
 
     def flops(self, vocabulary_size: int) -> Flops:
-        flops = Flops.of_products(2 * self.model_width * vocabulary_size)
-        for index in range(self.total_layers):
-            flops += DecoderLayer.flops(self.shape, index)
+        shape, d = self.shape, self.model_width
+        flops = Flops.of_products(2 * d * vocabulary_size)
+        for network in filter(None, shape.feedforwards):
+            flops += network.flops(d, self.feedforward_width)
+        for mixer in itertools.chain.from_iterable(shape.layers):
+            flops += mixer.flops(shape) + Flops.of_products(2 * mixer.width(shape) * d)
         return flops
 
 
@@ -278,46 +281,31 @@ class DecoderLayer(Layer):
     and with `doubled_input` the layer's input is added to the result once more.
     """
 
-    def __init__(
-        self,
-        shape: DecoderShape,
-        index: int,
-        *,
-        doubled_input: bool = False,
-        norms: Norms = "before",
-        clear_states: bool = False,
-        rngs: nnx.Rngs,
-    ):
-        self.shape, self.doubled_input, self.norms = shape, doubled_input, norms
-        mixers, d = {MIXERS.name_of(config): config for config in shape.layers[index]}, shape.model_width
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs):
+        after, around, doubled = map(config.layers_of, ("norms_after", "norms_around", "doubled_inputs"))
+        norms: Norms = "after" if index in after else "around" if index in around else "before"
+        self.shape, self.doubled_input, self.norms = config.shape, index in doubled, norms
+        shape, d = config.shape, config.model_width
+        mixers = {MIXERS.name_of(mixer): mixer for mixer in shape.layers[index]}
+        traits = {name: mixer.traits(shape) for name, mixer in mixers.items()}
         self.names = tuple(mixers)
-        self.mixers = nnx.Dict({name: config.build(shape, rngs=rngs) for name, config in mixers.items()})
-        self.clearing = tuple(name for name, config in mixers.items() if clear_states and config.traits(shape).states)
+        self.mixers = nnx.Dict({name: mixer.build(shape, rngs=rngs) for name, mixer in mixers.items()})
+        self.clearing = tuple(name for name in mixers if config.clear_states and traits[name].states)
         """The mixers that begin every segment with an empty memory."""
-        self.widths = tuple(config.width(shape) for config in mixers.values())
+        self.widths = tuple(mixer.width(shape) for mixer in mixers.values())
         if mixers:
-            bias = zeros if any(config.traits(shape).output_bias for config in mixers.values()) else None
+            bias = zeros if any(each.output_bias for each in traits.values()) else None
             self.norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs)
             self.second_norm = RMSNorm(d, shape.norm_epsilon, rngs=rngs) if norms == "around" else None
             self.output = Linear(sum(self.widths), d, ("heads", "model"), rngs=rngs, bias_initializer=bias)
         network = shape.feedforwards[index]
         self.feedforward = ResidualFeedForward(network, shape, norms=norms, rngs=rngs) if network else None
 
-    @staticmethod
-    def flops(shape: DecoderShape, index: int) -> Flops:
-        """The operations of one token in layer `index`."""
-        network = shape.feedforwards[index]
-        flops = network.flops(shape.model_width, shape.feedforward_width) if network else Flops(0, 0)
-        for config in shape.layers[index]:
-            flops += config.flops(shape) + Flops.of_products(2 * config.width(shape) * shape.model_width)
-        return flops
-
     def init_carry(self, b, dtype):
         return {name: self.mixers[name].init_carry(b, dtype) for name in self.names}
 
     def begin_segment(self, carry):
-        cleared = {name: self.mixers[name] for name in self.clearing}
-        return carry | {name: empty_but_window(mixer, carry[name]) for name, mixer in cleared.items()}
+        return carry | {name: empty_but_window(self.mixers[name], carry[name]) for name in self.clearing}
 
     def begin_decoding(self, carry):
         return {name: self.mixers[name].begin_decoding(carry[name]) for name in self.names}
@@ -409,12 +397,7 @@ class Decoder(Stack):
     config: DecoderConfig
 
     def make_layers(self, rngs):
-        config = self.config
-        doubled, after = config.layers_of("doubled_inputs"), config.layers_of("norms_after")
-        around, clear = config.layers_of("norms_around"), config.clear_states
-        for i in range(config.total_layers):
-            norms: Norms = "after" if i in after else "around" if i in around else "before"
-            yield DecoderLayer(config.shape, i, doubled_input=i in doubled, norms=norms, clear_states=clear, rngs=rngs)
+        return (DecoderLayer(self.config, i, rngs=rngs) for i in range(self.config.total_layers))
 
     def published(self, carry, start) -> dict[str, Any]:
         return {
