@@ -11,10 +11,9 @@ import pytest
 from decoders import with_mixer
 
 from meliad_like.kernels import window_tpu
-from meliad_like.kernels.registry import KERNELS, RECURRENCES
-from meliad_like.kernels.scan_tpu import scan_in_kernel
+from meliad_like.kernels.registry import KERNELS, RECURRENCES, SCANS
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.mixers import kernel_check, rg_lru
+from meliad_like.mixers import kernel_check
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -153,18 +152,18 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
 
 def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
     config = dataclasses.replace(CONFIG, pattern=("rg_lru",), position=Rotary())
-    right = functools.partial(scan_in_kernel, interpret=True)
+    (right, fits), for_tpus = SCANS["interpreted"], functools.partial(SCANS["tpu"][0], interpret=True)
 
     def without_state(decay, added, state):
         return right(decay, added, jnp.zeros_like(state))
 
     refused = "the default is used instead: rg_lru: the error of "
-    for kernel, line in (right, "checked on this device"), (without_state, refused):
-        by_name = {"interpreted": kernel}
-        monkeypatch.setattr(rg_lru, "kernel_of_scan", lambda name, *_, by_name=by_name: by_name.get(name))
+    checked = "checked on this device"
+    for kernel, line in (right, checked), (for_tpus, checked), (without_state, refused):
+        monkeypatch.setitem(SCANS, "interpreted", (kernel, fits))
         kernel_check._checked.cache_clear()
         name = recurrence_kernel_that_works(config.shape, "float32", "interpreted")
-        assert (name == "interpreted") == (kernel is right)
+        assert name == ("interpreted" if line == checked else "none")
         assert capsys.readouterr().err.startswith(f"recurrence kernel: {line}")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,10 @@ import test_linear_recurrence as recurrences
 import test_released_mixers as released
 import test_rg_lru
 
-from meliad_like.kernels import convolution_tpu, recurrence_gpu_channels, recurrence_tpu
+from meliad_like.kernels import convolution_tpu, recurrence_gpu_channels, recurrence_tpu, scan_gpu, scan_tpu
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.recurrence_tpu_programs import inverse_of_unit_triangular
-from meliad_like.kernels.registry import RECURRENCES, kernel_of_recurrence, kernel_of_scan
-from meliad_like.kernels.scan_tpu import scan_in_kernel
+from meliad_like.kernels.registry import RECURRENCES, SCANS, kernel_of_recurrence, kernel_of_scan
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.linear_recurrence import Rule, convolve, read_chunks, scan_channels
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -149,11 +149,13 @@ def test_the_convolution_for_tpus_equals_the_default(monkeypatch, tokens):
         np.testing.assert_allclose(ours, default, atol=1e-6 * np.abs(default).max())
 
 
+@pytest.mark.parametrize("module", [scan_tpu, scan_gpu])
 @pytest.mark.parametrize(("tokens", "largest"), [(48, 16), (12, 12), (7, 1), (64, 64)])
 @pytest.mark.parametrize("decays", [(0, 1), (1 - 1e-5, 1), (0, 1e-30)])
-def test_the_scan_for_tpus_equals_the_default(monkeypatch, tokens, largest, decays):
+def test_the_scan_equals_the_default(monkeypatch, module, tokens, largest, decays):
     """Documents begin inside of a run; a run has tiles of 8, 4 or 1 tokens; two devices compute all of the last."""
     monkeypatch.setattr(convolution_tpu, "LARGEST", largest)
+    monkeypatch.setattr(scan_gpu, "TOKENS", largest)
     generator = np.random.default_rng(0)
     decay = generator.uniform(*decays, (2, tokens, 6)) * (generator.uniform(size=(2, tokens, 1)) > 0.1)
     added, state = generator.normal(size=(2, tokens, 6)), generator.normal(size=(2, 6))
@@ -165,7 +167,7 @@ def test_the_scan_for_tpus_equals_the_default(monkeypatch, tokens, largest, deca
 
     devices = jax.devices()[: 1 + (tokens == 64)]
     with jax.set_mesh(make_mesh(MeshConfig(tensor=len(devices)), devices)):
-        results = jax.jit(lambda: outputs_and_gradients(functools.partial(scan_in_kernel, interpret=True)))()
+        results = jax.jit(lambda: outputs_and_gradients(functools.partial(module.scan_in_kernel, interpret=True)))()
     for ours, default in zip(results, outputs_and_gradients(scan_channels), strict=True):
         np.testing.assert_allclose(ours, default, atol=1e-5 * np.abs(default).max())
     plain = [state := decay[:, t] * state + added[:, t] for t in range(tokens)]
@@ -199,13 +201,13 @@ def interpreted(monkeypatch, request):
     """Mixers use the interpreted kernels, whatever their sizes."""
     kernel = functools.partial(RECURRENCES[request.param], interpret=True)
     jax.clear_caches()
+    scan = functools.partial(SCANS[request.param][0], interpret=True)
     monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: kernel)
+    monkeypatch.setattr(rg_lru, "kernel_of_scan", lambda *_: scan)
     if request.param == "tpu":
         convolution = functools.partial(convolution_tpu.convolve_in_kernel, interpret=True)
-        scan = functools.partial(scan_in_kernel, interpret=True)
         for module in matrix_recurrence, rg_lru:
             monkeypatch.setattr(module, "kernel_of_convolution", lambda *_: convolution)
-        monkeypatch.setattr(rg_lru, "kernel_of_scan", lambda *_: scan)
     yield
     jax.clear_caches()
 
@@ -219,7 +221,6 @@ def test_outputs_and_gradients_are_those_of_the_released_code(interpreted, name)
         released.test_gradients_are_those_of_the_released_code(name, "grad_documents/")
 
 
-@pytest.mark.parametrize("interpreted", ["tpu"], indirect=True)
 @pytest.mark.parametrize("name", ["rglru_block_documents"])
 def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
     test_rg_lru.test_outputs_are_those_of_the_released_code(name)
@@ -227,7 +228,6 @@ def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
     test_rg_lru.test_gradients_are_those_of_the_released_code(name)
 
 
-@pytest.mark.parametrize("interpreted", ["tpu"], indirect=True)
 def test_the_rg_lru_in_kernels_is_exact_with_extreme_gates_and_in_bfloat16(interpreted):
     for dtype in "float32", "bfloat16":
         test_rg_lru.test_extreme_gates(dtype)
@@ -273,6 +273,18 @@ def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_
     assert ("products_kernel" in text) == ("products_gradient_kernel" in text) == by_channel
 
 
+def test_the_scan_is_lowered_for_a_gpu():
+    def loss(*arguments):
+        return sum(map(jnp.sum, scan_gpu.scan_in_kernel(*arguments)))
+
+    vectors, state = (jax.ShapeDtypeStruct(size, jnp.float32) for size in ((8, 4096, 1024), (8, 1024)))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = gradient.trace(vectors, vectors, state).lower(lowering_platforms=("cuda",)).as_text()
+    # The maps of parts are composed in both directions.
+    calls = {"composing_kernel": 2, "states_kernel": 1, "gradients_kernel": 1}
+    assert {kernel: len(re.findall(rf'name = "{kernel}"', text)) for kernel in calls} == calls
+
+
 def test_sizes_that_do_not_fit_use_the_default():
     assert kernel_of_recurrence("gpu", 512, 64, 128, 256, True) is RECURRENCES["gpu"]
     for sizes in ((8, 128, 128), (128, 128, 128), (64, 96, 128), (64, 256, 64), (64, 64, 8)):
@@ -285,7 +297,9 @@ def test_sizes_that_do_not_fit_use_the_default():
     config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
     assert config.recurrence_kernel == "auto" and not mixer.has_kernel(config.shape, "recurrence")
     assert mixer.has_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape, "recurrence")
-    assert kernel_of_scan("tpu", 512, 1024) is scan_in_kernel
-    for sizes in (("tpu", 512, 96), ("tpu", 64, 1024), ("gpu", 512, 1024), ("none", 512, 1024)):
+    assert kernel_of_scan("tpu", 512, 1024) is scan_tpu.scan_in_kernel
+    assert kernel_of_scan("gpu", 8, 1024) is scan_gpu.scan_in_kernel
+    for sizes in (("tpu", 512, 96), ("tpu", 64, 1024), ("gpu", 512, 96), ("gpu", 4, 1024), ("none", 512, 1024)):
         assert kernel_of_scan(*sizes) is None
-    assert RGLRU().has_kernel(dataclasses.replace(config, recurrence_kernel="tpu").shape, "recurrence")
+    for kernel in "tpu", "gpu", "interpreted":
+        assert RGLRU().has_kernel(dataclasses.replace(config, recurrence_kernel=kernel).shape, "recurrence")

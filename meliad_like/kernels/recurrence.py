@@ -1,6 +1,7 @@
 """What the kernels for linear recurrences on all platforms share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,29 @@ def read_on_mesh(
 
     in_specs = of_rule, by_head, PartitionSpec(lanes)
     return sharded_on_mesh(run, in_specs, (by_head, by_head))(rule, matrix, start)
+
+
+def scan_on_mesh(
+    scan: Callable[..., Any],
+    decay: Float[Array, "b n channels"],
+    added: Float[Array, "b n channels"],
+    state: Float[Array, "b channels"],
+) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
+    """Runs a kernel with the arguments of `scan_channels` that returns the states after all tokens; under a mesh, each
+    device runs it for its lanes and channels. Returns what `scan_channels` does."""
+    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
+    parts = jax.sharding.get_abstract_mesh().shape.get(heads, 1)
+    channels = heads if state.shape[1] % parts == 0 else None
+    vectors, of_state = PartitionSpec(lanes, None, channels), PartitionSpec(lanes, channels)
+
+    def run(decay, added, state):
+        def scan_blocks(state):
+            states = scan(decay, added, state)
+            return states[:, -1], states
+
+        return scan_in_order(scan_blocks, state)
+
+    return sharded_on_mesh(run, (vectors, vectors, of_state), (of_state, vectors))(decay, added, state)
 
 
 def begins_document(start: Bool[Array, "b blocks"], num_chunks: int) -> Int[Array, "b c"]:

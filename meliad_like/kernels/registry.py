@@ -11,6 +11,7 @@ from meliad_like.kernels import (
     memory_tpu,
     recurrence_gpu,
     recurrence_tpu,
+    scan_gpu,
     scan_tpu,
     span_tpu,
     states_tpu,
@@ -86,6 +87,13 @@ RECURRENCES: dict[str, Callable[..., tuple[Array, Array]]] = {
 FITS = {"tpu": recurrence_tpu.fits, "gpu": recurrence_gpu.fits, "interpreted": lambda *_: True}
 """Whether they can be compiled for a block's and a chunk's number of tokens, sizes of a key and a value, and decays by
 channel."""
+SCANS = {
+    "tpu": (scan_tpu.scan_in_kernel, scan_tpu.fits),
+    "gpu": (scan_gpu.scan_in_kernel, scan_gpu.fits),
+    "interpreted": (functools.partial(scan_gpu.scan_in_kernel, interpret=True), lambda *_: True),
+}
+"""The kernels that compute `scan_channels`, and whether they can be compiled for a block's number of tokens, and this
+number of channels."""
 
 
 def kernel_of_platform(window_length: int, head_size: int) -> str:
@@ -124,7 +132,8 @@ def kernel_of_convolution(name: str, block: int, taps: int, channels: int) -> Ca
     return convolution_tpu.convolve_in_kernel if name == "tpu" and convolution_tpu.fits(block, taps, channels) else None
 
 
-def kernel_of_scan(name: str, block: int, channels: int) -> Callable[..., tuple[Array, Array]] | None:
-    """The kernel for the recurrence of channels, as `scan_channels`, that belongs to a `recurrence_kernel`; None if
-    none does."""
-    return scan_tpu.scan_in_kernel if name == "tpu" and scan_tpu.fits(block, channels) else None
+def kernel_of_scan(name: str, *sizes: int) -> Callable[..., tuple[Array, Array]] | None:
+    """The kernel for the recurrence of channels that belongs to a `recurrence_kernel` and can be compiled for the sizes
+    (see `SCANS`); None if none does."""
+    kernel, fits = SCANS.get(name, (None, lambda *_: True))
+    return kernel if fits(*sizes) else None

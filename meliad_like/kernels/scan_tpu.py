@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from meliad_like.kernels.convolution_tpu import TILE, run_size
-from meliad_like.kernels.window_tpu import VMEM_LIMIT, sharded_on_mesh
-from meliad_like.layers.sharding import MESH_AXES_OF, scan_in_order
+from meliad_like.kernels.recurrence import scan_on_mesh
+from meliad_like.kernels.window_tpu import VMEM_LIMIT
 
 ROWS = 8
 """The tokens of a tile of float32 in memory."""
@@ -45,19 +44,7 @@ def scan_in_kernel(
     Args:
         interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
     """
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    parts = jax.sharding.get_abstract_mesh().shape.get(heads, 1)
-    channels = heads if state.shape[1] % parts == 0 else None
-    vectors, of_state = PartitionSpec(lanes, None, channels), PartitionSpec(lanes, channels)
-
-    def in_order(decay, added, state):
-        def scan_blocks(state):
-            states: Any = _scan(interpret, decay, added, state)
-            return states[:, -1], states
-
-        return scan_in_order(scan_blocks, state)
-
-    return sharded_on_mesh(in_order, (vectors, vectors, of_state), (of_state, vectors))(decay, added, state)
+    return scan_on_mesh(functools.partial(_scan, interpret), decay, added, state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

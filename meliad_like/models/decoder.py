@@ -117,8 +117,7 @@ class DecoderConfig(StackConfig):
     interpreted, for tests. `auto`: the platform's where they pass a check (`mixers/kernel_check.py`), else none."""
     recurrence_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute linear recurrences (`layers/linear_recurrence.py`): none, those compiled for TPUs or
-    NVIDIA GPUs (the RG-LRU's only for TPUs), or the latter interpreted. `auto`: the platform's if they pass a check,
-    otherwise none."""
+    NVIDIA GPUs, or the latter interpreted. `auto`: the platform's if they pass a check, otherwise none."""
     published: str = resumable("")
     """The config.json of the published model that the decoder was opened from, with which it can be written again
     (`conversion/published`); "": none. It does not determine how the decoder computes."""
