@@ -57,6 +57,7 @@ def _convolve(interpret, inputs, recent, filters, start):
     return _convolve_forward(interpret, inputs, recent, filters, start)[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _convolve_forward(interpret, inputs, recent, filters, start):
     call, spec, of_recent, of_filters = _grid(interpret, inputs, recent, filters, start, reversed=False)
     read = (inputs, spec), (recent, of_recent), (filters, of_filters)
@@ -64,6 +65,7 @@ def _convolve_forward(interpret, inputs, recent, filters, start):
     return result, (inputs, recent, filters, start)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _convolve_backward(interpret, saved, cotangent):
     inputs, recent, filters, _ = saved
     call, spec, of_recent, of_filters = _grid(interpret, *saved, reversed=True)

@@ -92,6 +92,8 @@ def _read(options: Options, inputs: Inputs, matrix: Array, first: Array) -> tupl
     return _read_forward(options, inputs, matrix, first)[0]
 
 
+# Jitted, so that layers with equal shapes are traced and lowered once.
+@functools.partial(jax.jit, static_argnums=0)
 def _read_forward(options, inputs, matrix, first):
     grid = _Grid(options, inputs, matrix, first, reversed=False)
     read = (first, grid.flags), (inputs, grid.inputs), (matrix, grid.matrix)
@@ -101,6 +103,7 @@ def _read_forward(options, inputs, matrix, first):
     return (after, results.vectors), (inputs, before, first, Results() if results.factor is None else results)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _read_backward(options, saved, cotangents):
     (inputs, before, first, results), (of_after, cotangent) = saved, cotangents
     grid = _Grid(options, inputs, of_after, first, reversed=True)

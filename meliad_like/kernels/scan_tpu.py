@@ -52,6 +52,7 @@ def _scan(interpret, decay, added, state):
     return _scan_forward(interpret, decay, added, state)[0]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _scan_forward(interpret, decay, added, state):
     grid = _Grid(interpret, decay, reversed=False)
     read = *map(grid.vectors, (decay, added)), grid.state(state)
@@ -59,6 +60,7 @@ def _scan_forward(interpret, decay, added, state):
     return states, (decay, states, state)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _scan_backward(interpret, saved, cotangent):
     decay, states, state = saved
     grid = _Grid(interpret, decay, reversed=True)
