@@ -6,7 +6,7 @@ contract of docs/design.md. The trainer, the evaluator and the generator name no
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flax import nnx
@@ -86,7 +86,7 @@ def _dropout_rates(config: Any) -> list[str]:
 class ModelConfig:
     """The sizes of a stack of layers, and the properties of a model that the rest of the package asks for."""
 
-    overlap: ClassVar[int] = 0
+    overlap = 0
     """The number of tokens of the block before that a block repeats."""
 
     num_layers: int = size(12, "layers")
