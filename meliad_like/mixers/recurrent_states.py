@@ -315,7 +315,9 @@ class StateRecurrence(Mixer):
         window, _, cache = self.window.attend_token(x, carry.window)
         read = self.reader(x[:, None], carry.heads.keys)
         ends = (context.positions + 1) % self.shape.window_length == 0
-        return merge_heads(window, read)[:, 0], at_lanes(ends, self._end_block, carry._replace(window=cache))
+        # What is read of the carry is read before it changes, or XLA copies it for every token.
+        mixed, carry = jax.lax.optimization_barrier((merge_heads(window, read)[:, 0], carry._replace(window=cache)))
+        return mixed, at_lanes(ends, self._end_block, carry)
 
     def _end_block(self, carry: StatesCarry) -> StatesCarry:
         block = self.window.heads.keys_and_values(carry.window)
