@@ -1,6 +1,6 @@
 """Attention to a span of tokens on TPUs by JAX's splash attention, which writes no scores to memory.
 
-What no query of a tile sees by its distance alone is not computed. Documents are told apart by numbers of tokens.
+What no query of a tile sees by its distance alone is not computed. Numbers tell documents apart.
 """
 
 from typing import Any

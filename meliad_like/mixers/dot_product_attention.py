@@ -145,8 +145,8 @@ class SpanAttention(Mixer):
         return self._output(mixed.astype(x.dtype), gate), after
 
     def _documents(self, positions: Int[Array, "b c"]) -> tuple[Int[Array, "b n"], Int[Array, "b s"]]:
-        """The document of each query, by the number of its document's tokens before its block, and of each key: the
-        place among the keys at which it begins. Keys of documents without queries are in none."""
+        """The documents of the queries and of the keys, each named by the place among the keys at which it begins.
+        A key before the documents of all queries belongs to none of them."""
         begins = (self.ring - 1 + np.arange(positions.shape[1])) * self.w - positions
         places = np.arange((self.ring - 1 + positions.shape[1]) * self.w)
         begun = jnp.where(begins[:, :, None] <= places, begins[:, :, None], np.iinfo(np.int32).min)
