@@ -17,11 +17,11 @@ from absl import app, flags
 from rich.console import Console
 
 from meliad_like import config
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.library import LanguageModel
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.tables import Table
+from meliad_like.vocabularies.base import ByteVocabulary
 
 GIN_FILE = flags.DEFINE_multi_string("gin_file", ["size/laptop.gin", "block_recurrent/fixed_skip.gin"], "The model.")
 PROMPT = flags.DEFINE_integer("prompt", 100_000, "Tokens of the prompt.")

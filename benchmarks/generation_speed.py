@@ -14,7 +14,6 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.generation.streaming import GenerationState, Generator, SamplingConfig
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
@@ -23,6 +22,7 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
+from meliad_like.vocabularies.dictionary import DictionaryVocabulary
 
 TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens per measurement, whole windows, so that each has the same work.")
 MODELS = flags.DEFINE_list("models", None, "Names of the models. Default: all.")

@@ -22,8 +22,8 @@ from pathlib import Path
 from absl import app, flags
 
 from meliad_like import config
-from meliad_like.data.documents import open_source
 from meliad_like.data.preparation import prepare
+from meliad_like.sources.base import open_source
 
 STEPS = {"slide_13l": 4400, "rg_lru": 4339, "fixed_skip": 4067}
 """As many as fit into the time of Slide:13L's, by `experiments mixers --step_time` on two cores: 1, 1.014 and 1.082."""

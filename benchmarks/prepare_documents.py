@@ -24,13 +24,13 @@ import time
 import numpy as np
 from absl import app, flags
 
-from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader, LanesReaderConfig
-from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig
+from meliad_like.sources.files import TextSource
+from meliad_like.sources.records import JsonLinesSource
+from meliad_like.vocabularies.base import BytesVocabularyConfig
+from meliad_like.vocabularies.tokenizers import TokenizersVocabularyConfig
 
 DOCUMENTS = flags.DEFINE_multi_integer("documents", [10**3, 10**5, 10**6], "Numbers of small documents.")
 MEGABYTES = flags.DEFINE_integer("megabytes", 0, "The size of one document, instead of many small ones.")

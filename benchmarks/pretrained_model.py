@@ -18,9 +18,9 @@ import numpy as np
 
 from meliad_like.config import read_changes
 from meliad_like.conversion.published.folder import open_published
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
+from meliad_like.vocabularies.tokenizers import TokenizersVocabularyConfig
 
 
 def peak_bytes() -> int:

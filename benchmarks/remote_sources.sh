@@ -29,7 +29,7 @@ from etils import epath
 from huggingface_hub import HfApi
 from pyarrow import parquet
 
-from meliad_like.data.records_source import zstd
+from meliad_like.sources.records import zstd
 from meliad_like.remote import any_path, copy_folder
 
 folder, place = pathlib.Path(sys.argv[1]) / "documents", sys.argv[2]

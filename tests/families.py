@@ -7,7 +7,6 @@ from decoders import with_mixer
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.mamba2 import Mamba2
@@ -19,6 +18,7 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.vocabularies.base import ByteVocabulary
 
 # Lanes, blocks and heads for eight devices along any axis.
 B, C, W, V = 8, 8, 4, 64

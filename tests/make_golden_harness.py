@@ -21,10 +21,10 @@ from harness_items import Item, items
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.pretrained import convert_to_huggingface
-from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import write_checkpoint
+from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
 
 PATH = Path(__file__).parent / "golden" / "harness.json"
 SMALL = PretrainedConfig(

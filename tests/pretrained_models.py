@@ -12,12 +12,12 @@ from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described, open_published, write_published
 from meliad_like.conversion.published.windows import config_json
-from meliad_like.data.token_ids_vocabulary import TokenIdsVocabulary
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.vocabularies.base import ByteVocabulary
+from meliad_like.vocabularies.token_ids import TokenIdsVocabulary
+from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME
 
 FOLDER = Path(__file__).parent / "golden" / "gpt2_tiny"
 LLAMA_CONFIG = PretrainedConfig(

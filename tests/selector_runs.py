@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pandas as pd
 
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.training import SelectorTraining
@@ -17,6 +16,7 @@ from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.optimization.optimizers import Adam
+from meliad_like.vocabularies.base import ByteVocabulary
 
 HISTORY = HistoryConfig(window_length=24, history_length=8, span_length=4, stride=8, separator="\n")
 VOCABULARY = ByteVocabulary()

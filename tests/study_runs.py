@@ -8,13 +8,13 @@ import pytest
 
 from meliad_like import config
 from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.run import opening
 from meliad_like.run.opening import write_checkpoint
 from meliad_like.studies.page import write_study
 from meliad_like.studies.readings import StudyRequest
+from meliad_like.vocabularies.base import ByteVocabulary
 
 EVIL = "</script><script>alert('document')</script><img src=x onerror=alert(1)> & Gomin met Gomin.\n\n"
 DOCUMENTS = {"one": EVIL * 4, "two": "A rose is a rose. " * 20, "three": "é" * 50}

@@ -11,12 +11,12 @@ from families import CONFIGS, LLAMA, RECURRENCE, C, W
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.vocabularies.base import Vocabulary
 
 END, LENGTH, WIDTH = 5, 4, 125
 """No hypothesis is lost, if the width is that of all that go on before the last step: 5 ** 3."""

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 
 from meliad_like import config
 from meliad_like.config.construction import field_types
-from meliad_like.data.documents import open_source
-from meliad_like.data.files_source import TextSource
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.models.config import MODELS
 from meliad_like.run.setup import set_up
+from meliad_like.sources.base import open_source
+from meliad_like.sources.files import TextSource
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 PARTS = {name: type(part) for name, part in vars(config.RunConfig()).items() if name not in ("model", "trackers")}
 # Numbers that are meant to be large cost nothing before the first step; layers and widths would take all memory.

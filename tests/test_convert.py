@@ -22,8 +22,6 @@ from meliad_like.conversion.meliad import (
     to_meliad,
 )
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Alibi, Infused, NoPosition, Rotary
@@ -32,6 +30,8 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
+from meliad_like.vocabularies.base import BytesVocabularyConfig
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 STATISTICS = json.loads((Path(__file__).parent / "golden" / "i_init_statistics.json").read_text())
 V = 257

@@ -2,16 +2,16 @@
 
 import pytest
 
-from meliad_like.data.dictionary_vocabulary import (
+from meliad_like.data.preparation import prepare
+from meliad_like.errors import UserError
+from meliad_like.sources.files import TextSource
+from meliad_like.vocabularies.base import load_vocabulary
+from meliad_like.vocabularies.dictionary import (
     DictionaryVocabulary,
     DictionaryVocabularyConfig,
     make_dictionary,
     read_dictionary,
 )
-from meliad_like.data.files_source import TextSource
-from meliad_like.data.preparation import prepare
-from meliad_like.data.vocabulary import load_vocabulary
-from meliad_like.errors import UserError
 
 DICTIONARY = "the 9\nrose 4\n, 4\n@-@ 1\n"
 

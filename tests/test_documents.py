@@ -9,7 +9,8 @@ import pyarrow.parquet
 import pytest
 from backports import zstd
 
-from meliad_like.data.documents import (
+from meliad_like.errors import UserError
+from meliad_like.sources.base import (
     SOURCES,
     SPLITS,
     Document,
@@ -20,9 +21,8 @@ from meliad_like.data.documents import (
     open_source,
     source_fingerprint,
 )
-from meliad_like.data.files_source import RepositoriesSource, TextSource
-from meliad_like.data.named_splits import splits_of_path
-from meliad_like.errors import UserError
+from meliad_like.sources.files import RepositoriesSource, TextSource
+from meliad_like.sources.named_splits import splits_of_path
 
 
 def write(folder, **texts):

@@ -14,8 +14,6 @@ import pytest
 from meliad_like import config
 from meliad_like.config import read_changes
 from meliad_like.data.preparation import prepare
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation import report
 from meliad_like.evaluation.report import compressed_bits_per_byte
@@ -23,6 +21,8 @@ from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionSco
 from meliad_like.models.model import Model
 from meliad_like.run.opening import checkpoint_metadata, open_checkpoint, open_store, save_vocabulary
 from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.vocabularies.base import ByteVocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 TEXTS = {"one.txt": "the quick brown fox\n" * 20, "two.txt": "jumps over\n", "three.txt": "é" * 100}
 

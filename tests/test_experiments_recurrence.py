@@ -11,7 +11,6 @@ from tiny_run import mesh_of_the_first_devices
 
 from meliad_like.conversion.pretrained import convert_from_huggingface
 from meliad_like.data.preparation import prepare
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
 from meliad_like.experiments.pretrained import fields_of
@@ -20,6 +19,7 @@ from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
 from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.vocabularies.tokenizers import TokenizersVocabularyConfig
 
 TABLE = SUBJECTS["recurrence"]
 DECODER = PretrainedConfig(

@@ -14,11 +14,8 @@ from decoders import with_mixer
 from tiny_run import environment
 
 from meliad_like.config import RunConfig
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
-from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import load_state, save_state
 from meliad_like.generation.sampling import SamplingConfig
@@ -29,8 +26,11 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
 from meliad_like.run.text import carry_identity, encode_prompt, read_document
+from meliad_like.sources.files import TextSource
 from meliad_like.studies.interventions import cleared
 from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
+from meliad_like.vocabularies.dictionary import DictionaryVocabulary
 
 W, N, V = 4, 16, 257
 CONFIG = with_mixer(

@@ -13,7 +13,6 @@ from tiny_run import read_metrics, train
 
 from meliad_like import config
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
@@ -27,6 +26,7 @@ from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, stride_of
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.run.opening import open_checkpoint
+from meliad_like.vocabularies.base import ByteVocabulary
 
 # A window of 12 is three blocks of 4: spans of 2 fill up to 4, 8 are recent, 3 of them targets.
 CONFIG = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")

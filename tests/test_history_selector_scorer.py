@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from selector_runs import HISTORY, TRAINING, VOCABULARY, MadeUp, train
 
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.model import score
 from meliad_like.history.selectors.scorer import open_selector, open_selectors
 from meliad_like.history.spans import candidates, select, strides
+from meliad_like.vocabularies.base import ByteVocabulary
 
 LENGTH = 90
 DOCUMENT = MadeUp().tokens(2, 0, LENGTH)

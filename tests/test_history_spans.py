@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selection import SpanScorer, choose
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, candidates, is_scored, necessary_prefix, select, strides
+from meliad_like.vocabularies.base import ByteVocabulary
 
 # A window of 12: spans of 2 at every position fill up to 4, 8 are recent, 3 of them targets.
 TINY = HistoryConfig(window_length=12, history_length=4, span_length=2, stride=3, separator="")

@@ -21,17 +21,17 @@ from hypothesis import assume, example, given, settings
 
 from meliad_like.config import from_json, parse, to_json
 from meliad_like.conversion.meliad import read_meliad
-from meliad_like.data.documents import open_source
-from meliad_like.data.files_source import TextSource
 from meliad_like.data.preparation import prepare
-from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import load_state
+from meliad_like.sources.base import open_source
+from meliad_like.sources.files import TextSource
+from meliad_like.sources.records import JsonLinesSource
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.metrics import MetricsWriter, read_rows
+from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 few = settings(FEW, max_examples=60)
 

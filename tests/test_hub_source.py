@@ -16,14 +16,14 @@ from pretrained_models import Pretrained, write_byte_tokenizer, write_windows
 import meliad_like
 from meliad_like.config import read_changes
 from meliad_like.conversion.pretrained import convert_from_huggingface
-from meliad_like.data.documents import open_source
-from meliad_like.data.hub_source import HuggingFaceSource
 from meliad_like.data.preparation import prepare
-from meliad_like.data.records_source import ParquetSource
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.run.opening import config_for_training
+from meliad_like.sources.base import open_source
+from meliad_like.sources.hub import HuggingFaceSource
+from meliad_like.sources.records import ParquetSource
+from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 BYTES = BytesVocabularyConfig()
 

@@ -23,6 +23,7 @@ LEVELS = [
     {"kernels"},
     {"layers"},
     {"data"},
+    {"sources", "vocabularies"},
     {"resumable"},
     {"caches", "registry", "remote", "tables", "validation"},
     {"errors"},

@@ -19,9 +19,7 @@ from test_export import TEXT, sentencepiece
 from meliad_like.config import RunConfig
 from meliad_like.conversion.own_decoders import check_decoder, tokenizer_settings
 from meliad_like.conversion.pretrained import convert_to_huggingface
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
 from meliad_like.data.readers import LanesReaderConfig
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import PlainFeedForward
 from meliad_like.library import LanguageModel
@@ -30,6 +28,8 @@ from meliad_like.mixers.positions import T5, Alibi, Rotary
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
 from meliad_like.training.checkpoints import named_arrays
+from meliad_like.vocabularies.dictionary import DictionaryVocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 # Nothing is downloaded, and no copy of the model's code stays.
 HOME = tempfile.TemporaryDirectory()

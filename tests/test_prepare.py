@@ -13,16 +13,16 @@ import forked
 import pytest
 
 from meliad_like.data import encoding, preparation
-from meliad_like.data.documents import open_source
 from meliad_like.data.encoding import encode_all
-from meliad_like.data.files_source import RepositoriesSource, TextSource
 from meliad_like.data.preparation import prepare, prepare_part
-from meliad_like.data.records_source import JsonLinesSource
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.split_writer import SplitWriter
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.sources.base import open_source
+from meliad_like.sources.files import RepositoriesSource, TextSource
+from meliad_like.sources.records import JsonLinesSource
+from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 BYTES = BytesVocabularyConfig()
 
@@ -222,9 +222,9 @@ def test_full_disk(texts, tmp_path, monkeypatch):
 def test_killed_run_leaves_nothing_that_looks_complete(texts, tmp_path):
     script = (
         "import os\n"
-        "from meliad_like.data.files_source import TextSource\n"
+        "from meliad_like.sources.files import TextSource\n"
         "from meliad_like.data.preparation import *\n"
-        "from meliad_like.data.vocabulary import BytesVocabularyConfig\n"
+        "from meliad_like.vocabularies.base import BytesVocabularyConfig\n"
         "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)\n"
         f"prepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
     )
@@ -383,9 +383,9 @@ def test_a_store_that_was_killed_while_it_grew_is_whole(texts, tmp_path):
     killed = "SplitWriter.close = lambda self: os.kill(os.getpid(), 9)"
     script = (
         "import os\n"
-        "from meliad_like.data.files_source import TextSource\n"
+        "from meliad_like.sources.files import TextSource\n"
         "from meliad_like.data.preparation import *\n"
-        "from meliad_like.data.vocabulary import BytesVocabularyConfig\n"
+        "from meliad_like.vocabularies.base import BytesVocabularyConfig\n"
         f"{killed}\nprepare({config(texts)!r}, {BYTES!r}, {str(tmp_path / 'store')!r}, 1)"
     )
     assert forked.run("-c", script).returncode == -9

@@ -18,9 +18,9 @@ from published_models import GOLDEN, assert_logits, copied, opened
 import meliad_like
 from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described
-from meliad_like.data.vocabulary import load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.vocabularies.base import load_vocabulary
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ from meliad_like.config.run import with_changes
 from meliad_like.conversion.pretrained import convert_to_huggingface
 from meliad_like.data.batch import empty_batch
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.planning.description import describe
 from meliad_like.run.opening import config_for_training
 from meliad_like.training.program import make_program, num_trained
+from meliad_like.vocabularies.base import ByteVocabulary
 
 
 @pytest.fixture(scope="module")

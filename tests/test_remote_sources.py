@@ -15,13 +15,13 @@ import pytest
 from backports import zstd
 from fake_gcs import DROPPED
 
-from meliad_like.data.documents import SOURCES, open_source, source_fingerprint
-from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare, prepare_part
-from meliad_like.data.records_source import JsonLinesSource
 from meliad_like.data.token_store import FILES_NAME, STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.sources.base import SOURCES, open_source, source_fingerprint
+from meliad_like.sources.files import StandardLibrarySource, TextSource
+from meliad_like.sources.records import JsonLinesSource
+from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 BYTES = BytesVocabularyConfig()
 

@@ -4,9 +4,9 @@ import pytest
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabularyConfig
 from meliad_like.data.readers import READERS
 from meliad_like.errors import UserError
+from meliad_like.vocabularies.dictionary import DictionaryVocabularyConfig
 
 EPOCH = 1401
 # Position, cache, segments and reader of the last stage; steps and length of the first one, if there are two.

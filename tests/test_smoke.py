@@ -10,7 +10,6 @@ from tiny_run import environment
 
 from meliad_like import config
 from meliad_like.config.run import stages_of
-from meliad_like.data.files_source import TextSource
 from meliad_like.errors import UserError
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.model import Model
@@ -18,6 +17,7 @@ from meliad_like.optimization.optimizers import trained_parameters
 from meliad_like.planning.shrinking import shrink
 from meliad_like.planning.smoke import copy_documents, train_until_killed
 from meliad_like.registry import configs_in
+from meliad_like.sources.files import TextSource
 
 SIZES = [name for name in NAMES if name.startswith("size/")]
 # A row of each table of the papers, and the training of the paper whose tables have none.

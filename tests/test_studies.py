@@ -11,13 +11,13 @@ import pytest
 from study_runs import DOCUMENTS, Page, assert_safe, make, one_device, runs
 
 from meliad_like.config import with_changes
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use
 from meliad_like.studies.__main__ import COMMAND, STUDIES
 from meliad_like.studies.interventions import cleared
 from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_studied, read
+from meliad_like.vocabularies.base import ByteVocabulary
 
 __all__ = ["one_device", "runs"]  # fixtures
 

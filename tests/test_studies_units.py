@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.compare import compare
 from meliad_like.studies.readings import ModelLosses
 from meliad_like.studies.units import Units, categories, is_title, make_units
+from meliad_like.vocabularies.base import ByteVocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 VOCABULARY = ByteVocabulary()
 

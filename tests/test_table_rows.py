@@ -7,8 +7,6 @@ import pytest
 from decoders import recurrent_layers
 
 from meliad_like import config
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.ancient_history import TABLE as ANCIENT_HISTORY
@@ -22,6 +20,8 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
 from meliad_like.registry import rule_of
+from meliad_like.vocabularies.base import BytesVocabularyConfig
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 
 def states(model):

@@ -9,12 +9,12 @@ import sentencepiece
 from families import BYTES, CONFIGS, language_model
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from meliad_like.data.dictionary_vocabulary import DictionaryVocabulary
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
-from meliad_like.data.tokenizers_vocabulary import TokenizersVocabulary
-from meliad_like.data.vocabulary import ByteVocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.text import encode_text
+from meliad_like.vocabularies.base import ByteVocabulary
+from meliad_like.vocabularies.dictionary import DictionaryVocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabulary
+from meliad_like.vocabularies.tokenizers import TokenizersVocabulary
 
 TEXT = "hello world the cat sat on the mat"
 EURO = "ab\u20ac".encode()

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from meliad_like.data.documents import open_source
-from meliad_like.data.records_source import TfdsSource
 from meliad_like.errors import UserError
+from meliad_like.sources.base import open_source
+from meliad_like.sources.records import TfdsSource
 
 tfds = pytest.importorskip("tensorflow_datasets")
 
@@ -56,8 +56,8 @@ def test_documents(data_dir, place):
 def test_needs_no_tensorflow(data_dir):
     script = (
         "import sys\n"
-        "from meliad_like.data.documents import open_source\n"
-        "from meliad_like.data.records_source import TfdsSource\n"
+        "from meliad_like.sources.base import open_source\n"
+        "from meliad_like.sources.records import TfdsSource\n"
         f"source = open_source({config(data_dir)!r})\n"
         "print(sum(len(reference().text) for reference in source.references()))\n"
         "assert 'tensorflow' not in sys.modules"

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.split import count_words
 from meliad_like.data.split_writer import SplitWriter
 from meliad_like.data.token_store import TokenStore, token_dtype
-from meliad_like.data.vocabulary import BytesVocabularyConfig, ByteVocabulary
 from meliad_like.errors import UserError
+from meliad_like.sources.files import StandardLibrarySource, TextSource
+from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
 
 TEXTS = {"a": "one two\n", "b": "é three", "held": "four"}
 

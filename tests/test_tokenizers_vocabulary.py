@@ -7,16 +7,16 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from meliad_like.conversion.pretrained import export_tokenizer
-from meliad_like.data.tokenizers_vocabulary import (
+from meliad_like.errors import UserError
+from meliad_like.run.text import encode_prompt
+from meliad_like.vocabularies.base import load_vocabulary
+from meliad_like.vocabularies.tokenizers import (
     TOKENIZER_NAME,
     TokenizersVocabulary,
     TokenizersVocabularyConfig,
     _byte_characters,
     read_tokenizer,
 )
-from meliad_like.data.vocabulary import load_vocabulary
-from meliad_like.errors import UserError
-from meliad_like.run.text import encode_prompt
 
 # Characters that vocabularies often change: whitespace, composed and rare characters, digits.
 PROBE = "  a\n\n\tb  \uff21e\u0301\u2581\u6f22 \U0001f600\x00\r\n <|endoftext|> 123,456 "
@@ -214,7 +214,7 @@ def test_a_long_text_is_encoded_in_pieces(folder, change, monkeypatch):
     text = "".join(f"the other {i} and\n\n  é\u0301 THE x-{i}{'  ' * (i % 3)}tether, 漢字。\t" for i in range(300))
     whole = vocabulary.encode(text)
     lengths, encode = [], vocabulary._encode
-    monkeypatch.setattr("meliad_like.data.vocabulary.PIECE", 1000)
+    monkeypatch.setattr("meliad_like.vocabularies.base.PIECE", 1000)
     monkeypatch.setattr(vocabulary, "_encode", lambda text: lengths.append(len(text)) or encode(text))
     np.testing.assert_array_equal(vocabulary.encode(text), whole)
     assert max(lengths) < 1100

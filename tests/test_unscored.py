@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from families import BYTES, CONFIGS, B, C, W, language_model
 
-from meliad_like.data.documents import EmptyDocumentError, RecordError, open_source
 from meliad_like.data.preparation import prepare, prepare_part
 from meliad_like.data.readers import LanesReader, LanesReaderConfig, StreamReader, StreamReaderConfig
-from meliad_like.data.records_source import JsonLinesSource
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabularyConfig
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import UNSCORED_NAME, TokenStore
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.mesh import MeshConfig, make_mesh
+from meliad_like.sources.base import EmptyDocumentError, RecordError, open_source
+from meliad_like.sources.records import JsonLinesSource
 from meliad_like.studies import protocols
+from meliad_like.vocabularies.base import BytesVocabularyConfig
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 SEGMENT = C * W
 # Without a prompt; shorter than a block; longer than a segment, and a multiple of one; ends where a block does.

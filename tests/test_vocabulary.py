@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary, SentencePieceVocabularyConfig
-from meliad_like.data.vocabulary import (
+from meliad_like.errors import UserError
+from meliad_like.vocabularies.base import (
     BytesVocabularyConfig,
     ByteVocabulary,
     StreamingDecoder,
     load_vocabulary,
 )
-from meliad_like.errors import UserError
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabulary, SentencePieceVocabularyConfig
 
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, textwrap)]
 HARD = [
@@ -123,7 +123,7 @@ def test_pieces_span_whitespace():
 def test_a_large_text_is_encoded_in_pieces(monkeypatch):
     vocabulary, text = trained(model_type="bpe"), TEXTS[0] + "\u2581" + TEXTS[1]
     whole = vocabulary.encode(text)
-    monkeypatch.setattr("meliad_like.data.vocabulary.PIECE", 1000)
+    monkeypatch.setattr("meliad_like.vocabularies.base.PIECE", 1000)
     assert max(map(len, vocabulary.pieces(text))) < 1500
     np.testing.assert_array_equal(vocabulary.encode(text), whole)
     assert vocabulary.restores(text, whole) and not vocabulary.restores(text, whole[:-1])

@@ -8,10 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from meliad_like.config import construction
 from meliad_like.config.bindings import Bindings, Rank, collect
-from meliad_like.data.documents import SOURCES, SourceConfig
-from meliad_like.data.files_source import StandardLibrarySource
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
-from meliad_like.data.vocabulary import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.config import MODELS, ModelConfig
@@ -19,8 +16,11 @@ from meliad_like.models.decoder import DecoderConfig
 from meliad_like.optimization.optimizers import OPTIMIZERS, Adafactor, OptimizerConfig
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule, ScheduleConfig
 from meliad_like.registry import kind_field, resumable, size
+from meliad_like.sources.base import SOURCES, SourceConfig
+from meliad_like.sources.files import StandardLibrarySource
 from meliad_like.trackers import TRACKERS, TensorBoard, TrackerConfig
 from meliad_like.validation import check_choices, check_not_negative, check_positive, check_seeds
+from meliad_like.vocabularies.base import VOCABULARIES, BytesVocabularyConfig, VocabularyConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ import numpy as np
 from flax import nnx
 
 from meliad_like.conversion.parameters import Place, to_tensors
-from meliad_like.data.sentencepiece_vocabulary import SentencePieceVocabulary
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FEEDFORWARDS, PlainFeedForward
 from meliad_like.mixers.base import MIXERS, DecoderShape
@@ -22,6 +20,8 @@ from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
 from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import default_of
+from meliad_like.vocabularies.base import Vocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabulary
 
 MODEL, TOKENIZER = (Path(__file__).with_name(name) for name in ("torch_model.py", "torch_tokenizer.py"))
 """The files that are copied into the folder. They are not imported, because PyTorch is not a requirement."""

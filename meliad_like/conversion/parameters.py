@@ -10,9 +10,9 @@ import numpy as np
 
 from meliad_like.config import RunConfig
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import named_arrays
+from meliad_like.vocabularies.base import Vocabulary
 
 
 class Place(NamedTuple):

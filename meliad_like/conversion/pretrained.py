@@ -14,13 +14,6 @@ from meliad_like.conversion import own_decoders
 from meliad_like.conversion.published.folder import config_of_published, open_published, write_published
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
 from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
-from meliad_like.data.tokenizers_vocabulary import (
-    BYTE_CHARACTERS,
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-    TokenizersVocabulary,
-)
-from meliad_like.data.vocabulary import DEFAULT_END, ByteVocabulary, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
@@ -33,6 +26,13 @@ from meliad_like.run.opening import (
     OpenedCheckpoint,
     open_checkpoint,
     write_checkpoint,
+)
+from meliad_like.vocabularies.base import DEFAULT_END, ByteVocabulary, FileVocabularyConfig, Vocabulary
+from meliad_like.vocabularies.tokenizers import (
+    BYTE_CHARACTERS,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    TokenizersVocabulary,
 )
 
 NO_TOKENIZER = "transformers has no tokenizer like the {} vocabulary"

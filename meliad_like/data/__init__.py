@@ -1,1 +1,1 @@
-"""Documents, vocabularies, token stores, and the readers that turn them into batches."""
+"""Token stores, which `prepare` makes of documents, and the readers that turn them into batches."""

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meliad_like.data.documents import BadDocumentError, Document, Reference, Source
 from meliad_like.data.split import count_words
 from meliad_like.data.token_store import token_dtype
-from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import CHUNK_BYTES
+from meliad_like.sources.base import BadDocumentError, Document, Reference, Source
+from meliad_like.vocabularies.base import Vocabulary, load_vocabulary
 
 PIECE_DOCUMENTS, PIECE_BYTES = 64, 2**20
 """The largest number of documents that a worker process gets at once, and how many bytes they may have on average."""

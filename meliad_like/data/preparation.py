@@ -21,17 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meliad_like.caches import cache_folder
-from meliad_like.data.documents import (
-    SOURCES,
-    SPLITS,
-    BadDocumentError,
-    Source,
-    SourceConfig,
-    SourceFile,
-    fill_splits,
-    open_source,
-    source_fingerprint,
-)
 from meliad_like.data.encoding import encode_all, read_all
 from meliad_like.data.split_writer import SplitWriter, repeated_name
 from meliad_like.data.token_store import (
@@ -49,11 +38,22 @@ from meliad_like.data.token_store import (
     write_files,
     write_info,
 )
-from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import AnyPath, any_path, copy_folder, is_remote, one_line
 from meliad_like.resumable import check_same, locked, read_json, whole_folder, write_json
+from meliad_like.sources.base import (
+    SOURCES,
+    SPLITS,
+    BadDocumentError,
+    Source,
+    SourceConfig,
+    SourceFile,
+    fill_splits,
+    open_source,
+    source_fingerprint,
+)
+from meliad_like.vocabularies.base import Vocabulary, VocabularyConfig, load_vocabulary
 
 Result = TypeVar("Result")
 SHOWN = 10  # The number of reasons for left-out documents that are printed.

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from meliad_like.data.schedule import permutation
-from meliad_like.data.vocabulary import PIECE, Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.vocabularies.base import PIECE, Vocabulary
 
 
 class Names(Sequence[str]):

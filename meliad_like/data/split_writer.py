@@ -17,9 +17,9 @@ from meliad_like.data.token_store import (
     checksum,
     token_dtype,
 )
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.remote import CHUNK_BYTES, size_of
+from meliad_like.vocabularies.base import Vocabulary
 
 
 class SplitWriter:

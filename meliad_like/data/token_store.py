@@ -33,9 +33,7 @@ import numpy as np
 from etils import epath
 
 from meliad_like.caches import cache_folder
-from meliad_like.data.documents import Source, SourceConfig, SourceFile, open_source, read_contents
 from meliad_like.data.split import Documents, Names
-from meliad_like.data.vocabulary import Vocabulary, VocabularyConfig, load_vocabulary
 from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import (
@@ -50,6 +48,8 @@ from meliad_like.remote import (
     write_whole,
 )
 from meliad_like.resumable import describe_differences, locked, read_json, read_object, whole_folder, write_json
+from meliad_like.sources.base import Source, SourceConfig, SourceFile, open_source, read_contents
+from meliad_like.vocabularies.base import Vocabulary, VocabularyConfig, load_vocabulary
 
 FORMAT_VERSION = 5
 STORE_NAME, FILES_NAME = "store.json", "files.json"

@@ -16,11 +16,11 @@ from rich.progress import Progress, track
 
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.evaluation.scores import Evaluation
 from meliad_like.resumable import write_json
 from meliad_like.tables import Table
+from meliad_like.vocabularies.base import Vocabulary
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from meliad_like import config
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
-from meliad_like.data.vocabulary import VOCABULARIES, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, saved_config
+from meliad_like.vocabularies.base import VOCABULARIES, saved_vocabulary_config
+from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig
 
 HOW_TO_GET_ONE = (
     "python -m meliad_like.convert huggingface --input=FOLDER --output=DIR/checkpoints makes it from a folder of "

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import GenerationState
 from meliad_like.generation.sampling import mask, writable_tokens
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
+from meliad_like.vocabularies.base import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
+from meliad_like.vocabularies.base import Vocabulary
 
 GROUP = 64
 """The number of tokens among which a token is drawn, after their group."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, GenerationState, RequestedResults, TextReader
 from meliad_like.generation.sampling import SamplingConfig, mask, sample, writable_tokens
 from meliad_like.models.model import Model
+from meliad_like.vocabularies.base import Vocabulary
 
 CHUNKS = (8, 64)
 """The numbers of tokens of the first chunk and of the longest, by default: the first ones are soon there, and later

@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Float, Int, UInt
 
 from meliad_like.data.split import Documents
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.settings import HistoryConfig
+from meliad_like.vocabularies.base import Vocabulary
 
 Tokens = Int[np.ndarray, " tokens"]
 """A document, or its beginning up to the end of a stride."""

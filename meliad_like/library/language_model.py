@@ -11,7 +11,6 @@ import numpy as np
 
 from meliad_like.caches import keep_compiled_programs
 from meliad_like.config import read_changes
-from meliad_like.data.vocabulary import StreamingDecoder
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
 from meliad_like.generation.reading import (
@@ -28,6 +27,7 @@ from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score
 from meliad_like.models.config import ActivationDtype
 from meliad_like.run.opening import OpenedCheckpoint, open_model
 from meliad_like.run.text import EncodedText, carry_identity, check_text, encode_text
+from meliad_like.vocabularies.base import StreamingDecoder
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""

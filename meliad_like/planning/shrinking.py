@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meliad_like.config.run import RunConfig, read_changes, with_changes
-from meliad_like.data.vocabulary import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.config import ModelConfig
 from meliad_like.models.notation import smaller
 from meliad_like.registry import configs_in, rule_of
 from meliad_like.trackers import TensorBoard
+from meliad_like.vocabularies.base import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 
 NUM_STEPS = 40
 EVERY = 10

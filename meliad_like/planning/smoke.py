@@ -19,8 +19,6 @@ from pathlib import Path
 from rich.console import Console
 
 from meliad_like.config import RunConfig, differences, to_gin, with_changes
-from meliad_like.data.documents import EmptyDocumentError, NotUTF8Error, SourceConfig, open_source
-from meliad_like.data.files_source import StandardLibrarySource, TextSource
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import MissingStoreError, UserError
@@ -32,6 +30,8 @@ from meliad_like.remote import any_path
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.workflow import train
+from meliad_like.sources.base import EmptyDocumentError, NotUTF8Error, SourceConfig, open_source
+from meliad_like.sources.files import StandardLibrarySource, TextSource
 from meliad_like.tables import Table
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}

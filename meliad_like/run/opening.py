@@ -14,7 +14,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from meliad_like.command_line import Command
 from meliad_like.config import Changes, RunConfig, bound_values, differences, parse, read_changes, rebuild, with_changes
 from meliad_like.data.token_store import STORE_NAME, TokenStore
-from meliad_like.data.vocabulary import Vocabulary, load_vocabulary, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.models.config import ActivationDtype
@@ -22,6 +21,7 @@ from meliad_like.models.model import Model
 from meliad_like.registry import Registry, fingerprint
 from meliad_like.remote import any_path, flush_all, from_hub, is_remote, local_files, written_locally
 from meliad_like.training.checkpoints import MANIFEST, Checkpoints
+from meliad_like.vocabularies.base import Vocabulary, load_vocabulary, saved_vocabulary_config
 
 VOCABULARY_FOLDER = "vocabulary"
 FOREIGN_FORMATS = Registry("format", "meliad_like.conversion.pretrained")

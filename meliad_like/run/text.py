@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Int
 
 from meliad_like.config import bound_values
-from meliad_like.data.documents import SPLITS
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import UNKNOWN, StreamingDecoder, Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.sources.base import SPLITS
+from meliad_like.vocabularies.base import UNKNOWN, StreamingDecoder, Vocabulary
 
 SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
 

@@ -13,12 +13,12 @@ import pandas as pd
 from jaxtyping import Float
 
 from meliad_like.config import differences
-from meliad_like.data.vocabulary import BytesVocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import ModelLosses, Selection, StudyRequest, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
 from meliad_like.tables import signed
+from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 MAX_INTERVALS = 400  # of a chart along a document
 CONTEXT_BYTES = 110  # of an excerpt, before and after

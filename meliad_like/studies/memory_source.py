@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meliad_like.data.documents import SOURCES, Document, Reference, Source, SourceConfig
-from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
 from meliad_like.errors import UserError
+from meliad_like.sources.base import SOURCES, Document, Reference, Source, SourceConfig
 from meliad_like.validation import check_positive
+from meliad_like.vocabularies.base import VOCABULARIES, Vocabulary, VocabularyConfig
 
 FILLER, QUESTION = "abcdefgh", "?"
 KEYS = "".join(chr(code) for code in range(0x0410, 0x0450))

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
 
-from meliad_like.data.vocabulary import Vocabulary
+from meliad_like.vocabularies.base import Vocabulary
 
 PLACES = ("window", "segment", "earlier", "never")
 """Places of the last equal unit, the nearest first (see `Units.places`)."""

@@ -31,9 +31,6 @@ from meliad_like.conversion.tensor_files import (
     tensor_files,
 )
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
-from meliad_like.data.token_ids_vocabulary import TokenIdsVocabularyConfig
-from meliad_like.data.tokenizers_vocabulary import TOKENIZER_NAME, TokenizersVocabularyConfig
-from meliad_like.data.vocabulary import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
 from meliad_like.errors import UserError
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
@@ -41,6 +38,9 @@ from meliad_like.models.model import Model
 from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
+from meliad_like.vocabularies.base import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
+from meliad_like.vocabularies.token_ids import TokenIdsVocabularyConfig
+from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig
 
 SEGMENT = 2048
 """The default number of tokens of a segment of a decoder."""

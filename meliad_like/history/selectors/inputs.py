@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 
 from meliad_like.data.schedule import permutation
 from meliad_like.data.split import Documents
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.settings import HistoryConfig, SelectorConfig
 from meliad_like.history.spans import Ends, Layout, Stride, Tokens, stride_of, whole_documents
+from meliad_like.vocabularies.base import Vocabulary
 
 STRIDE = ["document", "stride"]
 

@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
-from meliad_like.data.vocabulary import Vocabulary, load_vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, make_inputs
@@ -29,6 +28,7 @@ from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import check_same, read_json
 from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.training.checkpoints import Checkpoints
+from meliad_like.vocabularies.base import Vocabulary, load_vocabulary
 
 FILE_NAME = "selector.json"
 SPANS = ("span_length", "separator")

@@ -17,7 +17,6 @@ from meliad_like.config.run import TrainingConfig
 from meliad_like.data.loading import load_batches
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
-from meliad_like.data.vocabulary import Vocabulary
 from meliad_like.errors import UserError
 from meliad_like.history.selectors.inputs import (
     PairsBatch,
@@ -42,6 +41,7 @@ from meliad_like.training.metrics import MetricsWriter
 from meliad_like.training.processes import EXIT_STATUS
 from meliad_like.training.program import TrainingProgram, lay_out
 from meliad_like.training.step import Objective, StepMetrics, Sums, TrainState, make_step
+from meliad_like.vocabularies.base import Vocabulary
 
 
 def squared_error(selector: Selector) -> Objective:

@@ -17,7 +17,10 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 
-from meliad_like.data.documents import (
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, version
+from meliad_like.resumable import parse_json
+from meliad_like.sources.base import (
     SOURCES,
     SPLITS,
     BadDocumentError,
@@ -31,11 +34,8 @@ from meliad_like.data.documents import (
     raise_bad_document,
     raise_if_remote,
 )
-from meliad_like.data.files_source import list_files
-from meliad_like.data.named_splits import named_splits, names_assign, splits_of_path
-from meliad_like.errors import UserError, refusals
-from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, version
-from meliad_like.resumable import parse_json
+from meliad_like.sources.files import list_files
+from meliad_like.sources.named_splits import named_splits, names_assign, splits_of_path
 
 if sys.version_info >= (3, 14):
     from compression import zstd

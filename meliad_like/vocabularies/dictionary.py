@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 from etils import epath
 
-from meliad_like.data.vocabulary import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 from meliad_like.errors import UserError
 from meliad_like.remote import any_path
+from meliad_like.vocabularies.base import VOCABULARIES, FileVocabularyConfig, Vocabulary, read_text
 
 DICTIONARY_NAME = "dict.txt"
 # The ids 0 to 3, which the dictionary file does not contain.

@@ -10,7 +10,10 @@ import numpy as np
 from etils import epath
 from tokenizers import Tokenizer
 
-from meliad_like.data.vocabulary import (
+from meliad_like.errors import UserError
+from meliad_like.remote import any_path
+from meliad_like.resumable import read_object
+from meliad_like.vocabularies.base import (
     DEFAULT_END,
     PIECE,
     UNKNOWN,
@@ -19,9 +22,6 @@ from meliad_like.data.vocabulary import (
     Vocabulary,
     read_text,
 )
-from meliad_like.errors import UserError
-from meliad_like.remote import any_path
-from meliad_like.resumable import read_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"

@@ -23,10 +23,10 @@ from meliad_like.validation import check_choices, check_positive
 
 VOCABULARIES = Registry(
     "vocabulary",
-    "meliad_like.data.sentencepiece_vocabulary",
-    "meliad_like.data.tokenizers_vocabulary",
-    "meliad_like.data.dictionary_vocabulary",
-    "meliad_like.data.token_ids_vocabulary",
+    "meliad_like.vocabularies.sentencepiece",
+    "meliad_like.vocabularies.tokenizers",
+    "meliad_like.vocabularies.dictionary",
+    "meliad_like.vocabularies.token_ids",
 )
 SETTINGS_NAME = "vocabulary.json"
 PIECE = 2**16

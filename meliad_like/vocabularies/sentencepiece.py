@@ -11,10 +11,10 @@ import sentencepiece
 from etils import epath
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore  # made when it is imported
 
-from meliad_like.data.vocabulary import PIECE, VOCABULARIES, FileVocabularyConfig, Vocabulary
 from meliad_like.errors import UserError, reading
 from meliad_like.remote import any_path
 from meliad_like.validation import check_positive
+from meliad_like.vocabularies.base import PIECE, VOCABULARIES, FileVocabularyConfig, Vocabulary
 
 ModelType = Literal["unigram", "bpe"]
 MODEL_NAME = "sentencepiece.model"

@@ -12,12 +12,12 @@ from typing import Any
 
 from fsspec.utils import glob_translate
 
-from meliad_like.data.documents import SOURCES, Document, Source, SourceFile
-from meliad_like.data.files_source import list_files
-from meliad_like.data.named_splits import named_splits, splits_of_path
-from meliad_like.data.records_source import JsonLinesSource, ParquetSource
 from meliad_like.errors import UserError, reading, refusals
 from meliad_like.remote import AnyPath, Version, any_path, one_line
+from meliad_like.sources.base import SOURCES, Document, Source, SourceFile
+from meliad_like.sources.files import list_files
+from meliad_like.sources.named_splits import named_splits, splits_of_path
+from meliad_like.sources.records import JsonLinesSource, ParquetSource
 
 CARD_NAME = "README.md"
 CONVERTED = "refs/convert/parquet"

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from meliad_like.data.documents import (
+from meliad_like.errors import UserError, refusals
+from meliad_like.remote import AnyPath, Version, is_remote, one_line, read_whole, version, versions_below
+from meliad_like.sources.base import (
     READERS_AT_ONCE,
     SOURCES,
     SPLITS,
@@ -25,9 +27,7 @@ from meliad_like.data.documents import (
     decode,
     raise_if_remote,
 )
-from meliad_like.data.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
-from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, is_remote, one_line, read_whole, version, versions_below
+from meliad_like.sources.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
 
 SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",

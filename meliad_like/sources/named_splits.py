@@ -19,9 +19,9 @@ names, or to read a folder further down: documents that are held out would be de
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from meliad_like.data.documents import SourceConfig
 from meliad_like.errors import UserError
 from meliad_like.remote import AnyPath
+from meliad_like.sources.base import SourceConfig
 
 WORDS = dict.fromkeys(("train", "training", "trn"), "train")
 WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eval", "evaluation"), "validation")

@@ -1,4 +1,4 @@
-"""Documents and their sources, which have a file for each kind (`*_source.py`)."""
+"""Documents, and what all of their sources have in common."""
 
 import contextlib
 import hashlib
@@ -16,9 +16,7 @@ from meliad_like.validation import check_choices
 
 READERS_AT_ONCE = 16  # The number of files of which the contents are compared at the same time.
 SPLITS = ("train", "validation", "test")
-SOURCES = Registry(
-    "source", "meliad_like.data.files_source", "meliad_like.data.records_source", "meliad_like.data.hub_source"
-)
+SOURCES = Registry("source", "meliad_like.sources.files", "meliad_like.sources.records", "meliad_like.sources.hub")
 Policy = Literal["stop", "skip"]
 
 
@@ -256,7 +254,7 @@ class FolderSourceConfig(SourceConfig):
     folder: str = resumable("")  # type: ignore[misc]  # the class variable is for sources without one
     """The folder to read. It may change when a run resumes, because the token store says whether it is the same one."""
     splits_by_name: bool = True  # type: ignore[misc]
-    """Whether folders and files that are named after splits (`meliad_like/data/named_splits.py`) assign documents."""
+    """Whether folders and files named after splits assign documents (`meliad_like/sources/named_splits.py`)."""
     undecodable: Policy = "stop"  # type: ignore[misc]
     """The treatment of a document that is not UTF-8: `stop` or `skip`. In a repository only the file is left out."""
     encoding: str = "utf-8"  # type: ignore[misc]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from meliad_like.data.vocabulary import VOCABULARIES, Vocabulary, VocabularyConfig
 from meliad_like.errors import UserError
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
+from meliad_like.vocabularies.base import VOCABULARIES, Vocabulary, VocabularyConfig
 
 
 @VOCABULARIES.register("token_ids")

@@ -1,0 +1,1 @@
+"""Vocabularies, which turn text into tokens and back."""
