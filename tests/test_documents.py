@@ -263,13 +263,16 @@ def test_words_inside_of_words_titles_and_repositories_are_not_splits(tmp_path):
         (("train/test-00000-of-00001.txt",), "of-00001.txt is named after several splits .test, train.: "),
         (("evaluation/train.txt",), "evaluation/train.txt is named after several splits .train, validation.: "),
         (("test/1/train/0.txt",), "test/1/train/0.txt is named after several splits .test, train.: "),
+        (("libxml_list.txt", "libxml_valid.txt"), "such as libxml_valid.txt.*, but libxml_list.txt is not: "),
     ],
 )
 def test_names_of_only_some_files_are_refused(tmp_path, files, message):
-    """The message offers nothing that deals documents which are held out into training."""
+    """The message offers to deal documents by hashes only under the condition that no name means a split."""
     write(tmp_path, **{name.removesuffix(".txt"): "x" for name in files})
-    with pytest.raises(UserError, match=f"{message}move or rename it, or leave it out with TextSource.exclude$"):
+    way_out = "move or rename it, leave it out with TextSource.exclude, or, if no name means a split, set "
+    with pytest.raises(UserError, match=f"{message}{way_out}FolderSourceConfig.splits_by_name = False$"):
         documents(kind="text", folder=str(tmp_path))
+    assert len(documents(kind="text", folder=str(tmp_path), splits_by_name=False)) == len(files)
 
 
 def test_shares_are_held_out_where_only_train_is_named_further_down(tmp_path):

@@ -12,8 +12,8 @@ hold both splits: `evaluation/test.jsonl` is for the test.
 
 All files are named after splits, or none is: otherwise a file that is held out under another name (`blind.txt`) would
 be dealt to any split. Where the only split that is named is `train`, all documents are for training if every path
-begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out. No error here advises to ignore the
-names, or to read a folder further down: documents that are held out would be dealt into training.
+begins with it; otherwise (`data/train-00000-of-00001.parquet`) shares are held out. Errors advise to ignore the names
+only where none of them means a split (`libxml_valid.txt`): documents that are held out would be dealt into training.
 """
 
 import re
@@ -89,7 +89,10 @@ def named_splits(
     named = {file: splits_of(file) for file in files}
     if not any(named.values()):
         return {}
-    way_out = f"move or rename it, or leave it out with {type(config).__name__}.exclude"
+    way_out = (
+        f"move or rename it, leave it out with {type(config).__name__}.exclude, or, if no name means a split, set "
+        "FolderSourceConfig.splits_by_name = False"
+    )
     for file, splits in named.items():
         if len(splits) > 1:
             raise UserError(f"{root / file} is named after several splits ({', '.join(sorted(splits))}): {way_out}")
