@@ -210,7 +210,7 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
         found = {path: found[path] for path in found if all(map(is_included, path.split("/")))}
     files, passed_over = {}, collections.Counter()
     for path in sorted(found):
-        place = root / path
+        place = os.path.join(root, path)  # A million paths of pathlib take seconds.
         if isinstance(root, Path) and _is_inner_link(root, place):
             passed_over["a link to others"] += 1
         elif path.endswith(tuple(suffixes)):
@@ -232,16 +232,16 @@ def _walk(root: Path, is_included: Callable[[str], bool]) -> Iterator[str]:
     def refuse(error: OSError) -> NoReturn:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; leave it out with exclude")
 
+    begin = len(os.path.join(root, ""))
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        repeated = {name for name in folders if _is_inner_link(root, Path(folder, name))}
+        repeated = {name for name in folders if _is_inner_link(root, os.path.join(folder, name))}
         folders[:] = [name for name in folders if is_included(name) and name not in repeated]
-        inside = Path(folder).relative_to(root)
-        yield from ((inside / name).as_posix() for name in (*files, *repeated) if is_included(name))
+        yield from (os.path.join(folder, name)[begin:] for name in (*files, *repeated) if is_included(name))
 
 
-def _is_inner_link(root: Path, path: Path) -> bool:
+def _is_inner_link(root: Path, path: str) -> bool:
     """Whether a path is a link to something that is below `root` anyway, or to a folder that `root` is in."""
-    if not os.path.islink(path) or not path.exists():
+    if not os.path.islink(path) or not os.path.exists(path):
         return False
-    target, real_root = path.resolve(), root.resolve()
+    target, real_root = Path(path).resolve(), root.resolve()
     return target.is_relative_to(real_root) or real_root.is_relative_to(target)
