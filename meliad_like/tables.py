@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pandas as pd
 from rich.markup import escape
 from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    # Importing it takes half a second.
+    import pandas as pd
 
 
 class Table(NamedTuple):
@@ -17,7 +20,7 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     @classmethod
-    def of(cls, frame: pd.DataFrame, title: str = "", formats: Mapping[str, str] | None = None) -> "Table":
+    def of(cls, frame: "pd.DataFrame", title: str = "", formats: Mapping[str, str] | None = None) -> "Table":
         """A table of the columns of a frame, the first of which names the rows.
 
         Args:

@@ -53,6 +53,7 @@ from meliad_like.sources.base import (
     open_source,
     source_fingerprint,
 )
+from meliad_like.tables import Table
 from meliad_like.vocabularies.base import Vocabulary, VocabularyConfig, load_vocabulary
 
 Result = TypeVar("Result")
@@ -422,9 +423,6 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
 
 
 def _print_table(store: TokenStore) -> None:
-    # Imported here, because this imports pandas, and worker processes import this module.
-    from meliad_like.tables import Table
-
     rows = []
     for name, totals in store.info.splits.items():
         longest = int(store.split(name).lengths.max()) if totals.documents else 0

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
+from etils import epath
+
 from meliad_like.errors import UserError, refusals
 from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
 from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, one_line, read_whole
@@ -71,7 +73,8 @@ class SourceFile(NamedTuple):
 
     name: str
     """A name that is the same in every folder."""
-    path: AnyPath
+    path: epath.PathLike
+    """Perhaps as text: to make `pathlib`'s path of each of many files takes longer than to list them."""
     version: Version | None
     """None: a link to nothing."""
     shard: int | None
@@ -307,13 +310,14 @@ def read_contents(source: Source, files: Iterable[SourceFile]) -> None:
 
 def _content(file: SourceFile) -> str:
     """SHA-256 of the content of a file."""
+    path = absolute(file.path)
     try:
         if file.version and file.version.size < CHUNK_BYTES:
-            return hashlib.sha256(read_whole(file.path)).hexdigest()
-        with file.path.open("rb") as content:
+            return hashlib.sha256(read_whole(path)).hexdigest()
+        with path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except refusals() as error:
-        raise_if_remote(file.path, error)
+        raise_if_remote(path, error)
         return "unreadable"  # It will be listed among the bad documents.
 
 

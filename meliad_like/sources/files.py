@@ -137,7 +137,8 @@ def _open(
             reading = (tuple(members), headers, skip_undecodable, config.encoding)
             named = zip(members, whole_paths, strict=True)
             contents += [
-                SourceFile(f"{split}/{name}/{file}", root / path, files[path], len(shards)) for file, path in named
+                SourceFile(f"{split}/{name}/{file}", os.path.join(root, path), files[path], len(shards))
+                for file, path in named
             ]
             shards.append((partial(read_files, name, split, base, *reading),).__iter__)
     return Source(
@@ -210,7 +211,7 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
         found = {path: found[path] for path in found if all(map(is_included, path.split("/")))}
     files, passed_over = {}, collections.Counter()
     for path in sorted(found):
-        place = os.path.join(root, path)  # A million paths of pathlib take seconds.
+        place = os.path.join(root, path)
         if isinstance(root, Path) and _is_inner_link(root, place):
             passed_over["a link to others"] += 1
         elif path.endswith(tuple(suffixes)):

@@ -48,7 +48,7 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         if self.folder:
             return opened
         commit = opened.place.rpartition("@")[2]
-        about = SourceFile("commit", any_path(opened.place), Version(0, commit, commit), None)
+        about = SourceFile("commit", opened.place, Version(0, commit, commit), None)
         return replace(opened, files=(*opened.files, about))
 
     def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:

@@ -117,10 +117,10 @@ class RecordFilesSourceConfig(RecordsSourceConfig):
             raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
         by_share = not names_assign(splits)
         contents = tuple(SourceFile(file, root / file, files[file], i) for i, file in enumerate(files))
-        num_documents = self.count([file.path for file in contents]) if files else 0
+        num_documents = self.count([root / file for file in files]) if files else 0
         found_in = {} if by_share else splits
         hashes: dict[str, str] = {}
-        shards = tuple(partial(self._references, file, path, found_in.get(file), hashes) for file, path, *_ in contents)
+        shards = tuple(partial(self._references, file, root / file, found_in.get(file), hashes) for file in files)
         dealt = by_share and not self.listed
         return Source(shards, num_documents, contents, dealt, passed_over, str(root), contents=hashes)
 
