@@ -59,6 +59,7 @@ def experiment(place, **changes):
     return made, scale
 
 
+@pytest.mark.thorough
 def test_the_table_is_made_once(tmp_path, monkeypatch):
     place = make_place(tmp_path)
     made, scale = experiment(place)

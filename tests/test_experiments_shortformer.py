@@ -112,6 +112,7 @@ def trained(tmp_path_factory):
     return made
 
 
+@pytest.mark.thorough
 def test_rows_are_evaluated_as_one_stream(trained):
     assert all(trained.job(row, 0).finished() for row in trained.rows)
     staged, cached = (read_result(trained.folder, row, 0)["splits"]["validation"] for row in trained.rows)

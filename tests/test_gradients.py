@@ -34,14 +34,20 @@ SAME = ("dropout_rate", "activation_dtype", "matmul_dtype", "remat", "attention_
 
 
 def structure_of(settings):
-    """What distinguishes two models in addition to their sizes, their initial values and which layers have what."""
+    """What distinguishes two models in addition to their sizes, their initial values and which layers have what. Of
+    other numbers and of layers' numbers, whether there are any but zero."""
+
+    def told(value):
+        numbers = value if isinstance(value, tuple) else (value,)
+        return repr(any(numbers) if all(isinstance(x, int | float) for x in numbers) else value)
+
     same = (*SAME, "pattern", "layers", "extra_layers", "attention_scale", "time_constants", "scale", "logit_scale")
     sizes = ("length", "width", "heads", "layers")
     return [
         (
             type(part).__name__,
             *(
-                (field.name, repr(getattr(part, field.name)))
+                (field.name, told(getattr(part, field.name)))
                 for field in dataclasses.fields(part)
                 if field.metadata.get("scales_as") not in sizes and "registry" not in field.metadata
                 if field.name not in same

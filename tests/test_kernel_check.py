@@ -67,11 +67,11 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
 @pytest.mark.thorough
 def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
     states = RecurrentStates(num_states=4)
-    config = with_mixer(dataclasses.replace(CONFIG, dropout_rate=0.1), states, (0,))
+    config = with_mixer(CONFIG, states, (0,))
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
     assert kernel_check._problem(config.shape, "float32", "attention", "interpreted", planned=True) is None
-    for wrong in (without_last_keys, without_block_before, without_unit_length):
+    for wrong in (without_last_keys, without_unit_length):
         broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(wrong, right))
         monkeypatch.setitem(KERNELS, "interpreted", broken)
         kernel, line = checked(config)
@@ -125,6 +125,7 @@ def test_the_kernel_of_attention_to_a_span_on_several_devices():
         np.testing.assert_allclose(jax.jit(attend)(query, *keys), expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dtype):
     mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
@@ -165,10 +166,6 @@ def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
         name = recurrence_kernel_that_works(config.shape, "float32", "interpreted")
         assert name == ("interpreted" if line == checked else "none")
         assert capsys.readouterr().err.startswith(f"recurrence kernel: {line}")
-
-
-def without_block_before(attend, query, scale, *parts):
-    return attend(query, scale, parts[-1])
 
 
 def without_unit_length(attend, query, scale, *parts):

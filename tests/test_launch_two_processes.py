@@ -73,6 +73,7 @@ def process(workdir, number):
     raise AssertionError(f"no process {number}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_script_saves_both(start, tmp_path, name):
     script = start("TrainingConfig.num_steps = 10000")

@@ -334,8 +334,9 @@ def run(tmp_path_factory):
     return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")
 
 
-# test_training_loop.py trains windows and recurrent states.
-@of_each_but(*SIMILAR, "sliding_window", "recurrent_states")
+# test_training_loop.py trains windows and recurrent states. The carries of the others are trees of arrays like those of
+# the delta rule, or of the external memory.
+@of_each_but(*SIMILAR, "sliding_window", "recurrent_states", "rg_lru", "mamba2", "dense_memory")
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
     # As few layers as possible: programs of training are large.

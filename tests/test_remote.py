@@ -98,6 +98,7 @@ def upload(bucket, folder, prefix):
             bucket.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(bindings, bucket, cache, tmp_path, monkeypatch, capsys):
     """Its documents, checkpoints and logs are in the bucket; an interrupted run resumes."""
     evaluating = (

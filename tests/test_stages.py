@@ -135,6 +135,7 @@ def test_a_run_without_stages_is_one(bindings):
     assert (index, first, last, same) == (0, 0, run.training.num_steps, run)
 
 
+@pytest.mark.thorough
 def test_what_a_stage_keeps_and_what_it_resets(bindings, straight):
     run = parse(bindings, *STAGES)
     before, after, last = (read_state(run, straight, step) for step in (4, 5, 10))
@@ -209,6 +210,7 @@ def test_a_first_step_of_a_stage_that_is_not_finite(bindings, tmp_path, monkeypa
     assert read_state(run, tmp_path, 8).num_skipped == 1
 
 
+@pytest.mark.thorough
 def test_a_shortformer_in_stages(bindings, tmp_path, monkeypatch):
     bindings = [binding for binding in bindings if not binding.startswith(("DecoderConfig", "RECURRENT_LAYERS"))]
     run = config.parse([], [*bindings, *SHORTFORMER])

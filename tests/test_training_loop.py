@@ -174,6 +174,7 @@ def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, str
     assert_same_bits(read_state(setup, tmp_path, NUM_STEPS), read_state(setup, straight, NUM_STEPS))
 
 
+@pytest.mark.thorough
 def test_a_run_with_an_average_resumes_and_begins_with_other_parameters(bindings, straight, tmp_path):
     changes = (
         "RunConfig.optimizer = 'schedule_free'",
