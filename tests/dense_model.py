@@ -44,12 +44,6 @@ def rotate(x, position):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def sinusoids(place, width):
-    """Sinusoids as in fairseq, whose positions start at 2."""
-    angle = (place[:, None] + 2) / 10_000 ** (np.arange(width // 2) / (width // 2 - 1))
-    return np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
-
-
 class DenseModel:
     def __init__(self, config, theirs):
         self.recurrent = config.mixer(RecurrentStates) or RecurrentStates()
@@ -102,9 +96,7 @@ class DenseModel:
         config, w = self.config, self.config.window_length
         y = norm(x, p["tbase/_kvq/pre_attn_layernorm/scale"])
         to_query, to_key = (p[f"tbase/_kvq/{name}_layer/kernel"] for name in ("queries", "keys"))
-        query, new_key = self.heads(y @ to_query), self.heads(y @ to_key)
-        if self.position != "infused":
-            query, new_key = unit(query), unit(new_key)
+        query, new_key = unit(self.heads(y @ to_query)), unit(self.heads(y @ to_key))
         scale = p["tbase/_kvq/attention_scale"]
         memory_key, memory_value = (z[:, w:][:, -self.memory.num_slots :] for z in past)
         key, value = past = (
@@ -120,11 +112,6 @@ class DenseModel:
             bias = p["relative_positions/rel_embedding"][:, bucket]
         if "external_memory_bias" not in p and self.position == "rotary":
             turned_query, turned_key = rotate(query, t), rotate(key, s)
-        if self.position == "infused":
-            # Places in the tile of the block before and the block itself; what lies before these is not seen.
-            turned_query = unit(query + self.heads(sinusoids(t - begin + w, len(y[0])) @ to_query))
-            turned_key = unit(key + self.heads(sinusoids(s - begin + w, len(y[0])) @ to_key))
-            key = unit(key)
         mixed = attend(turned_query, turned_key, value, scale, bias, seen)
         if "external_memory_bias" in p:
             share = sigmoid(p["external_memory_bias"])[:, None, None]

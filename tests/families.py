@@ -10,7 +10,7 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.mamba2 import Mamba2
-from meliad_like.mixers.positions import Infused, Rotary
+from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -41,7 +41,6 @@ CONFIGS = {
     "slide below skip": dataclasses.replace(with_mixer(TWO, STATES, (1,)), clear_states=True),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
     "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
-    "infused": dataclasses.replace(SKIP, position=Infused()),
     "kernel": dataclasses.replace(SKIP, attention_kernel="interpreted"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "feedback": with_mixer(TWO, StateReader()),

@@ -21,7 +21,7 @@ from meliad_like.vocabularies.base import Vocabulary
 END, LENGTH, WIDTH = 5, 4, 125
 """No hypothesis is lost, if the width is that of all that go on before the last step: 5 ** 3."""
 FAMILIES = {
-    **{name: CONFIGS[name] for name in ("slide", "lstm:dual", "infused", "feedback", "memorizing", "gpt2")},
+    **{name: CONFIGS[name] for name in ("slide", "lstm:dual", "rotary", "feedback", "memorizing", "gpt2")},
     "gated delta rule": with_mixer(CONFIGS["slide"], GatedDeltaRule(), (0,)),
     "shortformer": dataclasses.replace(CONFIGS["shortformer"], cutoffs=(2, 4)),
     "overlapping llama": dataclasses.replace(LLAMA, overlap=1, max_positions=W, **RECURRENCE),

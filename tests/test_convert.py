@@ -24,7 +24,7 @@ from meliad_like.conversion.meliad import (
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import Alibi, Infused, NoPosition, Rotary
+from meliad_like.mixers.positions import Alibi, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.melodi import MelodiConfig
@@ -235,8 +235,6 @@ def test_what_does_not_fit_is_named(tmp_path):
         convert(theirs, dataclasses.replace(CONFIG, feedforward_width=32))
     with pytest.raises(UserError, match=r"260 tokens and the vocabulary of the config 257.*size_multiple=260"):
         convert(theirs | {"embed/embedding": np.zeros((260, 8), np.float32)})
-    with pytest.raises(UserError, match="the reference has no infused positions, and this model has"):
-        convert(theirs, dataclasses.replace(CONFIG, position=Infused()))
     with pytest.raises(UserError, match="is not a checkpoint of meliad: it has final_layernorm/scale"):
         convert(without(theirs, "embed/embedding"))
     assert not output.exists()

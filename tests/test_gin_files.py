@@ -65,7 +65,6 @@ PARAMETERS = {
     "option/alibi_fixed_bound.gin": WITHOUT_POSITIONS + 12,
     "option/alibi_learned.gin": WITHOUT_POSITIONS + 12 * 2,
     "option/fourier.gin": WITHOUT_POSITIONS + 12 * 8 * 128,
-    "option/infused.gin": WITHOUT_POSITIONS,
     "option/nn_positions.gin": WITHOUT_POSITIONS + 12 * (8 + 2) * 128,
     "option/no_positions.gin": WITHOUT_POSITIONS,
     "option/orthogonal.gin": WITHOUT_POSITIONS + 12 * 8 * 7,

@@ -209,7 +209,6 @@ def test_a_segment_of_cleared_memories_is_a_document():
         (["MelodiConfig.long_layers = (12,)"], "MelodiConfig.long_layers=(12,) names a layer that 12 layers lack"),
         (["MelodiConfig.long_slots = 31"], "long_slots=31 must be at least long_length=32"),
         (["MelodiConfig.num_summaries = 0"], "num_summaries=0 must be at least 1"),
-        (["DecoderConfig.position = 'infused'"], "MELODI can't have position='infused'"),
         (["DenseMemory.num_slots = 3"], "nothing reads DenseMemory.num_slots: RunConfig.model is 'melodi'"),
         (["DecoderConfig.doubled_inputs = (3,)"], "nothing reads DecoderConfig.doubled_inputs"),
     ],

@@ -29,7 +29,7 @@ from meliad_like.conversion.meliad import to_meliad
 from meliad_like.layers.attention import attend, attend_window, ring_square, unit
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.positions import Infused, NoPosition, Rotary
+from meliad_like.mixers.positions import NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model, groups_of
@@ -59,7 +59,6 @@ SKIP = CONFIGS["fixed:skip"]
 CONFIGS |= {
     "rotary": dataclasses.replace(SKIP, position=Rotary()),
     "none": dataclasses.replace(SKIP, position=NoPosition()),
-    "infused": dataclasses.replace(SKIP, position=Infused()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }
@@ -83,7 +82,7 @@ OTHER_FAMILIES = {
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mixers are in test_mixers.py.
-WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "infused", "unmasked", "feedback of the last", "feedback of all")
+WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "unmasked", "feedback of the last", "feedback of all")
 WAYS += ("memory of buckets", "memory and feedback")
 WAYS += ("memory and states",)
 
@@ -131,7 +130,7 @@ def test_decoding_equals_the_parallel_pass(name):
     check_token_by_token(*make(CONFIGS[name]))
 
 
-@pytest.mark.parametrize("name", ["two", "rotary", "infused", "feedback of all"])
+@pytest.mark.parametrize("name", ["two", "rotary", "feedback of all"])
 def test_a_book_in_segments_is_the_book(name):
     check_segments(*make(CONFIGS[name]))
 

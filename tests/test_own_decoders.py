@@ -86,7 +86,6 @@ def opened(folder):
     [
         (CONFIGS["memorizing"], "external_memory"),
         (CONFIGS["feedback"], "state_reader"),
-        (CONFIGS["infused"], "positions of the kind infused"),
         (CONFIGS["slide below skip"], "DecoderConfig.clear_states=True"),
         (CONFIGS["shortformer"], "a ShortformerConfig model"),
         (dataclasses.replace(SLIDE, doubled_inputs=(0,)), "DecoderConfig.doubled_inputs"),

@@ -20,7 +20,7 @@ from meliad_like.config import RunConfig
 from meliad_like.conversion.parameters import Place, Places, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import Infused, NoPosition, Rotary
+from meliad_like.mixers.positions import NoPosition, Rotary
 from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig, StackConfig
 from meliad_like.models.melodi import MelodiConfig
@@ -190,7 +190,6 @@ def _checked(run: RunConfig, origin: str) -> StackConfig:
         raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(model)}")
     position, dense = model.position, _dense_layers(model)
     for is_wrong, message in (
-        (isinstance(position, Infused), "the reference has no infused positions, and this model has"),
         (
             isinstance(position, Rotary) and position.unit != "pi",
             "the reference's rotary positions have Rotary.unit='pi'",

@@ -93,9 +93,8 @@ class MemoryAttention(Mixer):
         return merge_heads(mixed)[:, 0], at_lanes(ends, self._end_block, carry._replace(window=cache))
 
     def _end_block(self, carry: MemoryCarry) -> MemoryCarry:
-        key, value, _ = self.window.heads.keys_and_values(carry.window)
-        everywhere = jnp.ones_like(carry.position, bool)
-        memory = remember_block(carry.memory, Memory(key, value), carry.position, everywhere)
+        block = Memory(carry.window.key, carry.window.value)
+        memory = remember_block(carry.memory, block, carry.position, jnp.ones_like(carry.position, bool))
         return MemoryCarry(carry.window, memory, carry.position + self.shape.window_length)
 
     def _mix(

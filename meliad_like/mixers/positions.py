@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers import positions
-from meliad_like.layers.attention import split_heads, unit
-from meliad_like.layers.basic import Linear, parameter
+from meliad_like.layers.basic import parameter
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_choices
 
@@ -33,30 +32,16 @@ class Position(nnx.Module):
     changes_keys: ClassVar[bool] = False
     """Whether positions change queries and keys, instead of only adding a bias to the scores."""
 
-    def kept(self, projected: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """The stored form of projected queries and keys, in which keys are also cached: by default of unit length."""
-        return unit(projected)
-
-    def plain(self, kept: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-        """Queries or keys of unit length without positions, from their stored form (`kept`)."""
-        return kept
-
     def bias(self, num_heads: int, longest: int) -> Float[Array, "h longest"]:
         """The bias added to the scores at the distances 1 to `longest`, float32."""
         return jnp.zeros((num_heads, longest), jnp.float32)
 
     def placed(
-        self,
-        kept: Float[Array, "*batch h s k"],
-        place: Int[Array, "... s"] | np.ndarray,
-        projection: Linear | None = None,
+        self, x: Float[Array, "*batch h s k"], place: Int[Array, "... s"] | np.ndarray
     ) -> Float[Array, "*batch h s k"]:
-        """Queries or keys of unit length with their positions, from their stored form (`kept`).
-
-        `place`, [s] or [b, 1, s], are positions in a tile of `2w` tokens whose block begins at w; `projection` is the
-        linear map that made the projected queries or keys.
-        """
-        return kept
+        """Queries or keys of unit length with their positions: `place`, [s] or [b, 1, s], are positions in a tile of
+        `2w` tokens whose block begins at w."""
+        return x
 
 
 class BiasPosition(Position):
@@ -77,33 +62,8 @@ class RotaryPosition(Position):
     def __init__(self, unit: float):
         self.unit = unit
 
-    def placed(self, kept, place, projection=None):
-        return positions.rotate(kept, place, positions.wavelengths(kept.shape[-1]) / np.float32(self.unit))
-
-
-class InfusedPosition(Position):
-    """Sinusoids of the places are added to the inputs of the query and key projections (Shortformer, section 5.1).
-
-    A document's first block also has the places w to 2w - 1; in Shortformer it counts from 0. Because a projection is
-    linear, projected sinusoids are added to projected tokens, before both get unit length; so keys are cached without.
-    """
-
-    changes_keys = True
-
-    def __init__(self, w: int, model_width: int):
-        self.w, self.model_width = w, model_width
-
-    def kept(self, projected):
-        return projected
-
-    def plain(self, kept):
-        return unit(kept)
-
-    def placed(self, kept, place, projection=None):
-        assert projection is not None
-        table = jnp.asarray(positions.sinusoids(2 * self.w, self.model_width), kept.dtype)
-        infused = projection(table[place if place.ndim == 1 else place[:, 0]])
-        return unit(kept + split_heads(infused, kept.shape[-3]))
+    def placed(self, x, place):
+        return positions.rotate(x, place, positions.wavelengths(x.shape[-1]) / np.float32(self.unit))
 
 
 def t5_bucket(distance: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
@@ -231,11 +191,8 @@ class OrthogonalBias(nnx.Module):
 class PositionConfig:
     """The base class of the configs of position strategies."""
 
-    places_vectors: ClassVar[bool] = True
-    """Whether `Position.placed` can give positions to vectors that are not tokens."""
-
-    def check(self, model_width: int, head_size: int, mask_empty_cache: bool) -> None:
-        """Raises a UserError if a decoder of these sizes can't have the strategy."""
+    def check(self, head_size: int) -> None:
+        """Raises a UserError if a decoder with heads of this size can't have the strategy."""
 
     def build(self, w: int, num_heads: int, model_width: int, *, rngs: nnx.Rngs) -> Position:
         """The strategy's module for one layer."""
@@ -314,25 +271,9 @@ class Rotary(PositionConfig):
     def __post_init__(self):
         check_choices(self)
 
-    def check(self, model_width, head_size, mask_empty_cache):
+    def check(self, head_size):
         if head_size % 2:
             raise UserError(f"head_size={head_size} must be even for position=rotary")
 
     def build(self, w, num_heads, model_width, *, rngs):
         return RotaryPosition({"1": 1.0, "pi": math.pi}[self.unit])
-
-
-@POSITIONS.register("infused")
-class Infused(PositionConfig):
-    """Sinusoids added to the inputs of the query and key projections."""
-
-    places_vectors: ClassVar[bool] = False
-
-    def check(self, model_width, head_size, mask_empty_cache):
-        if model_width % 2 or model_width < 4:
-            raise UserError(f"model_width={model_width} must be even, and at least 4, for position=infused")
-        if not mask_empty_cache:
-            raise UserError("position='infused' needs mask_empty_cache=True: keys of an empty cache have no places")
-
-    def build(self, w, num_heads, model_width, *, rngs):
-        return InfusedPosition(w, model_width)

@@ -307,7 +307,7 @@ class StateRecurrence(Mixer):
 
     def begin_decoding(self, carry):
         visible = (carry.window.position > 0) | (not self.shape.mask_empty_cache)
-        previous = self.window.heads.keys_and_values(carry.window, visible)
+        previous = KeysAndValues(carry.window.key, carry.window.value, visible)
         window = self.window.begin_decoding(carry.window)
         return StatesCarry(window, carry.states, self.cell.heads(carry.states), previous)
 
@@ -320,7 +320,7 @@ class StateRecurrence(Mixer):
         return mixed, at_lanes(ends, self._end_block, carry)
 
     def _end_block(self, carry: StatesCarry) -> StatesCarry:
-        block = self.window.heads.keys_and_values(carry.window)
+        block = KeysAndValues(carry.window.key, carry.window.value)
         states, _ = self.cell.update(carry.states, self.cell.attend(carry.heads, carry.previous, block))
         return self.begin_decoding(StatesCarry(carry.window, states))
 

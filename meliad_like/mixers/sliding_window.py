@@ -13,7 +13,7 @@ from meliad_like.errors import UserError
 from meliad_like.kernels.registry import KERNELS
 from meliad_like.kernels.states_tpu import ProjectedKeys
 from meliad_like.kernels.window_tpu import Projected
-from meliad_like.layers.attention import KeysAndValues, attend, attend_window, merge_heads, scaled, split_heads
+from meliad_like.layers.attention import KeysAndValues, attend, attend_window, merge_heads, scaled, split_heads, unit
 from meliad_like.layers.backend import platform
 from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
@@ -27,7 +27,7 @@ class TokenCache(NamedTuple):
     """The keys and values of a layer's last `w` tokens as a ring: column `s` holds the last with block offset `s`."""
 
     key: Float[Array, "b h w k"]
-    """Keys in their stored form (`Position.kept`): of unit length, but unnormalised with infused positions."""
+    """Keys of unit length, without positions."""
     value: Float[Array, "b h w k"]
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
@@ -108,28 +108,25 @@ class TokenHeads(nnx.Module):
     def of(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
         """The heads of vectors without positions: keys of unit length, values, and queries as in `WindowInputs`. A
         compiled program leaves out those that nothing uses."""
-        key, value, query = self.project(y)
-        return self.position.plain(key), value, scaled(self.position.plain(query), self.attention_scale)
+        key, value, query = self._split(self.key(y), self.value(y), self.query(y))
+        return key, value, scaled(query, self.attention_scale)
 
-    def project(self, y: Float[Array, "b n d"]) -> tuple[Float[Array, "b h n k"], ...]:
-        """Keys, values and queries; keys and queries in their stored form (`Position.kept`)."""
-        return self._kept(self.key(y), self.value(y), self.query(y))
-
-    def _kept(self, *projected: Float[Array, "b n i"]) -> tuple[Float[Array, "b h n k"], ...]:
+    def _split(self, *projected: Float[Array, "b n i"]) -> tuple[Float[Array, "b h n k"], ...]:
+        """The heads of keys, values and queries; keys and queries of unit length."""
         key, value, query = (split_heads(x, self.num_heads) for x in projected)
-        return self.position.kept(key), value, self.position.kept(query)
+        return unit(key), value, unit(query)
 
     def segment(
         self, y: Float[Array, "b n d"], context: LayerContext, cache: TokenCache
     ) -> tuple[WindowInputs, TokenCache]:
         """The heads of a segment, from the layer's input after its norm, and the cache after the segment."""
         projected = self.key(y), self.value(y), self.query(y)
-        # Kept before they are cut into blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
-        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._kept(*projected))
+        # Heads before blocks: an axis for the lengths of the blocks costs XLA two copies a layer.
+        key, value, query = (rearrange(x, "b h (c w) k -> b c h w k", w=self.w) for x in self._split(*projected))
         last_key, last_value = key[:, -1], value[:, -1]
         if self.for_kernel:
             # Computed by itself, so that the other blocks' keys get unit length only in the kernel.
-            last_key, last_value, _ = self._kept(*(x[:, -self.w :] for x in projected))
+            last_key, last_value, _ = self._split(*(x[:, -self.w :] for x in projected))
         before_key, before_value = from_left((last_key, last_value), (cache.key, cache.value))
         positions, read = context.count(cache.position, self.w)
         previous_valid = positions > 0
@@ -141,13 +138,13 @@ class TokenHeads(nnx.Module):
         of_before = [merge_heads(x.astype(y.dtype)) for x, y in zip((before_key, before_value), projected)]
         before, block = np.arange(self.w), np.arange(self.w, 2 * self.w)
         inputs = WindowInputs(
-            query=scaled(self.position.plain(query), self.attention_scale),
-            before=KeysAndValues(self.position.plain(previous_key), previous_value, previous_valid),
-            block=KeysAndValues(self.position.plain(key), value),
+            query=scaled(query, self.attention_scale),
+            before=KeysAndValues(previous_key, previous_value, previous_valid),
+            block=KeysAndValues(key, value),
             positions=positions,
             placed_query=self.placed_query(query, block),
-            placed_key=self.placed_key(key, block),
-            placed_previous_key=self.placed_key(previous_key, before),
+            placed_key=self.position.placed(key, block),
+            placed_previous_key=self.position.placed(previous_key, before),
             bias=self.bias(self.w),
             projected=Projected(projected[2], *projected[:2], *of_before),
         )
@@ -168,36 +165,29 @@ class TokenHeads(nnx.Module):
         from_cache = jnp.broadcast_to(np.arange(len(positions))[:, None] == 0, positions.shape)
         return ProjectedKeys(key_before, value_before, visible, from_cache), ProjectedKeys(key, value)
 
-    def placed_query(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
+    def placed_query(self, query: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
         """Queries with their positions (`Position.placed`), times the attention scale."""
-        return scaled(self.position.placed(kept, place, self.query), self.attention_scale)
-
-    def placed_key(self, kept: Float[Array, "*batch h n k"], place) -> Float[Array, "*batch h n k"]:
-        """Keys with their positions (`Position.placed`)."""
-        return self.position.placed(kept, place, self.key)
-
-    def keys_and_values(self, cache: TokenCache, visible: Bool[Array, " b"] | None = None) -> KeysAndValues:
-        """The cache's keys of unit length, without positions, and its values."""
-        return KeysAndValues(self.position.plain(cache.key), cache.value, visible)
+        return scaled(self.position.placed(query, place), self.attention_scale)
 
     def begin_block(self, cache: TokenCache) -> TokenCache:
         """The cache before the first token of a block is decoded: the keys get the positions of the block before."""
         if not self.position.changes_keys:
             return cache
-        return cache._replace(placed_key=self.placed_key(cache.key, np.arange(self.w)))
+        return cache._replace(placed_key=self.position.placed(cache.key, np.arange(self.w)))
 
     def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenInputs, TokenCache]:
         """The heads of one token of every lane, and the cache with it."""
-        key, value, query = self.project(y[:, None])
+        y = y[:, None]
+        key, value, query = self._split(self.key(y), self.value(y), self.query(y))
         offset, lanes = cache.position % self.w, jnp.arange(y.shape[0])
         place, placed = (self.w + offset)[:, None, None], cache.placed_key
         if placed is not None:
-            placed = placed.at[lanes, :, offset].set(self.placed_key(key, place)[:, :, 0])
+            placed = placed.at[lanes, :, offset].set(self.position.placed(key, place)[:, :, 0])
         # The distance of the token in ring column s is (offset - s - 1) % w + 1.
         column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
         seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
         inputs = TokenInputs(
-            query=scaled(self.position.plain(query), self.attention_scale),
+            query=scaled(query, self.attention_scale),
             placed_query=self.placed_query(query, place),
             # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
             placed_key=cache.key if cache.placed_key is None else cache.placed_key,

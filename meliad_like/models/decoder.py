@@ -76,7 +76,7 @@ class StackConfig(ModelConfig):
         super().__post_init__()
         check_not_negative(self, ("extra_layers", "norm_epsilon"))
         check_above_zero(self, ("logit_bound",))
-        self.position.check(self.model_width, self.head_size, self.mask_empty_cache)
+        self.position.check(self.head_size)
 
     @property
     def total_layers(self) -> int:

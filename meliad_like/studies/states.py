@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from meliad_like.layers.attention import KeysAndValues
 from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mixers.base import MIXERS
 from meliad_like.mixers.recurrent_states import StateRecurrence, StatesCarry
@@ -63,6 +64,6 @@ def _vectors(carry: Any, states: tuple[str, ...]) -> Float[Array, "b r d"]:
 def _gates(mixer: StateRecurrence, before: StatesCarry, after: StatesCarry) -> dict[str, Float[Array, "2 b r d"]]:
     """The gates of recurrent states, whose input is computed again from the windows before and after the block."""
     begun = mixer.begin_decoding(before)
-    block = mixer.window.heads.keys_and_values(after.window)
+    block = KeysAndValues(after.window.key, after.window.value)
     _, read = mixer.cell.update(begun.states, mixer.cell.attend(begun.heads, begun.previous, block))
     return mixer.cell.gate_values(read)

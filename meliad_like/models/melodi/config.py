@@ -9,7 +9,6 @@ from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FeedForwardConfig, PlainFeedForward
 from meliad_like.layers.flops import Flops
 from meliad_like.mixers.base import DecoderShape
-from meliad_like.mixers.positions import POSITIONS
 from meliad_like.models.config import MODELS, ModelTraits
 from meliad_like.models.decoder import StackConfig
 from meliad_like.registry import size
@@ -40,9 +39,6 @@ class MelodiConfig(StackConfig):
         check_positive(self, ("num_summaries", "short_length", "long_length"))
         if self.long_slots < self.long_length:
             raise UserError(f"long_slots={self.long_slots} must be at least long_length={self.long_length}")
-        if not self.position.places_vectors:
-            name = POSITIONS.name_of(self.position)
-            raise UserError(f"MELODI can't have position={name!r}: memories are not projected with a place")
         self.long_indices  # noqa: B018
 
     @functools.cached_property

@@ -357,7 +357,7 @@ class MelodiLayer(Layer):
         assert tokens is not None
         key, value, query = heads.of(self.norm(summaries))
         place = 2 * w + np.arange(summaries.shape[1])
-        of_tokens = heads.placed_key(tokens.key, np.arange(w, 2 * w))
+        of_tokens = heads.position.placed(tokens.key, np.arange(w, 2 * w))
         keys = jnp.concatenate([of_tokens, heads.position.placed(key, place)], axis=2)
         values = jnp.concatenate([tokens.value, value], axis=2)
         placed_query = heads.position.placed(query, place)
