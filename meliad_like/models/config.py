@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
-from meliad_like.registry import Registry, may_change, resumable, size
+from meliad_like.registry import Registry, bound_fields, bound_values, may_change, resumable, size
 from meliad_like.validation import check_choices, check_few_layers, check_positive, check_shares
 
 MODELS = Registry("model")
@@ -22,19 +22,6 @@ MODELS = Registry("model")
 ActivationDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layers"]
 Builder = TypeVar("Builder", bound=Callable[..., nnx.Module])
-
-
-def _resumed(old: Any, new: Any) -> Any:
-    """The old config with the values of the new one where fields may change (`may_change`), also within it."""
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return tuple(map(_resumed, old, new))
-    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
-        return old
-    values = {}
-    for field in dataclasses.fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        values[field.name] = after if may_change(field, old, new) else _resumed(before, after)
-    return dataclasses.replace(old, **values)  # type: ignore[type-var]
 
 
 FAR = 2**40
@@ -135,10 +122,15 @@ class ModelConfig:
 
     def extends(self, other: "ModelConfig") -> bool:
         """Whether training may start from the parameters of a model with the other config."""
-        if type(self) is not type(other):
-            return False
-        same = {name: getattr(self, name) for name in ("activation_dtype", *_dropout_rates(self))}
-        return dataclasses.replace(_resumed(other, self), **same) == self
+        return type(self) is type(other) and not self.determined(other)
+
+    def determined(self, other: Any) -> list[str]:
+        """The names of the fields in which another config of this class is that of another model, and not of the same
+        one computed otherwise."""
+        free = {name for name, field, _ in bound_fields(self) if may_change(field, other, self)}
+        free |= {f"{type(self).__name__}.{name}" for name in ("activation_dtype", *_dropout_rates(self))}
+        ours, theirs = bound_values(self), bound_values(other)
+        return [name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in free]
 
     @property
     def total_layers(self) -> int:

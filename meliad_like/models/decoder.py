@@ -28,7 +28,7 @@ from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.config import FAR, MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
 from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer
-from meliad_like.registry import Registry, bound_values, configs_in, kind_field, may_change, names_in, resumable, size
+from meliad_like.registry import Registry, configs_in, kind_field, names_in, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative, layer_indices
 
 zeros = jax.nn.initializers.zeros
@@ -186,19 +186,9 @@ class DecoderConfig(StackConfig):
         return mixers, networks[0] if networks else None
 
     def determined(self, other: "DecoderConfig") -> list[str]:
-        """The names of the fields in which another decoder differs, other than those of `HOW_IT_READS` and those that
-        may change when a run resumes."""
-        ours, theirs = dict(bound_values(self)), dict(bound_values(other))
-        free = {f"{type(self).__name__}.{field.name}" for field in dataclasses.fields(self) if may_change(field, 0, 0)}
-        names = [name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in free]
-        return [name for name in names if name.rpartition(".")[2] not in HOW_IT_READS]
-
-    def extends(self, other: ModelConfig) -> bool:
-        """Whether the other is the same decoder. One that was opened from a published model may read in another way."""
-        if super().extends(other):
-            return True
-        both_published = isinstance(other, DecoderConfig) and self.published == other.published != ""
-        return both_published and not self.determined(other)
+        # A decoder that was opened from a published model may read in another way.
+        free = HOW_IT_READS if self.published == other.published != "" else ()
+        return [name for name in super().determined(other) if name.rpartition(".")[2] not in free]
 
     def layers_with(self, kind: type[MixerConfig]) -> list[int]:
         """The layers that have a mixer of this class, counted from 0."""

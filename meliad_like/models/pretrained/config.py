@@ -116,10 +116,6 @@ class PretrainedConfig(ModelConfig):
         elif not self.train_decoder:
             raise UserError("train_decoder=False leaves nothing to train without a WindowSummary")
 
-    def extends(self, other: ModelConfig) -> bool:
-        """Whether the other config is of the same decoder, with the same recurrence if it has one."""
-        return isinstance(other, PretrainedConfig) and not self.determined(other)
-
     def determined(self, other: "PretrainedConfig") -> list[str]:
         """The names of the fields of the other's decoder and recurrence, if it has one, that differ."""
         names = [f"PretrainedConfig.{name}" for name in DECODER_FIELDS] + list(bound_values(other.rotary_scaling))
