@@ -15,8 +15,8 @@ from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.notation import distinct_entries, entries_by_layer, smaller
-from meliad_like.planning.shrinking import shrink
+from meliad_like.models.notation import distinct_entries, entries_by_layer
+from meliad_like.planning.shrinking import shrink, smaller_pattern
 
 SIZES = {
     "num_layers": 6,
@@ -65,7 +65,7 @@ def test_the_entries_of_five_layers(layers, expected):
     ],
 )
 def test_a_smaller_stack_of_twelve_layers_keeps_all_entries(layers, divisor, fewer, expected):
-    assert smaller(layers, 12, divisor, fewer) == expected
+    assert smaller_pattern(layers, 12, divisor, fewer) == expected
     assert set(entries_by_layer(expected, fewer)) == set(entries_by_layer(layers, 12))
 
 

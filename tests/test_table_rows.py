@@ -19,7 +19,7 @@ from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import SCHEDULES, CosineSchedule
-from meliad_like.registry import rule_of
+from meliad_like.planning.shrinking import rule_of
 from meliad_like.vocabularies.base import BytesVocabularyConfig
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 

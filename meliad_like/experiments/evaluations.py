@@ -1,5 +1,6 @@
 """The figures of a row: facts of its config, and evaluations by document or by the Shortformer paper's protocols."""
 
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -16,7 +17,8 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation import report
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.models.model import Model
-from meliad_like.registry import configs_in, sizes_of
+from meliad_like.planning.shrinking import rule_of
+from meliad_like.registry import configs_in
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.studies import protocols
 
@@ -27,8 +29,10 @@ STRIDES_IN_WINDOW = 6
 def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
-    parts = configs_in(run.model)
-    lengths = {field.name: getattr(part, field.name) for part in parts for field in sizes_of(part, "length")}
+    fields = ((part, field) for part in configs_in(run.model) for field in dataclasses.fields(part))
+    lengths = {
+        field.name: getattr(part, field.name) for part, field in fields if rule_of(type(part), field) == "length"
+    }
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]

@@ -21,7 +21,7 @@ def entries_by_layer(layers: Sequence[str | Pair], num_layers: int) -> list[str]
         UserError: no entry is repeated, or more than there are layers, or a pair names no layer, or one that does not
             exist or that a pair has named before.
     """
-    repeated, pairs = _parts(layers)
+    repeated, pairs = split_pattern(layers)
     if not repeated or any(isinstance(pair, str) for pair in pairs):
         raise UserError(f"DecoderConfig.pattern={layers} must begin with entries, such as 'sliding_window+feedforward'")
     if len(repeated) > num_layers:
@@ -41,23 +41,7 @@ def distinct_entries(layers: Sequence[str | Pair]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry if isinstance(entry, str) else entry[1] for entry in layers))
 
 
-def smaller(layers: Sequence[str | Pair], num_layers: int, divisor: int, fewer: int) -> tuple[str | Pair, ...]:
-    """The notation for a stack of `fewer` layers that has every kind of layer of the whole stack.
-
-    The numbers of layers are divided by `divisor`. Where that leaves out an entry, each entry has one layer at least.
-    """
-    repeated, pairs = _parts(layers)
-    if divisor > 1:
-        pairs = [(tuple(dict.fromkeys(i % num_layers // divisor for i in indices)), entry) for indices, entry in pairs]
-    named = [i for indices, _ in pairs for i in indices]
-    divided = (*(repeated if len(repeated) <= fewer else dict.fromkeys(repeated)), *pairs)
-    whole = set(entries_by_layer(layers, num_layers))
-    if len(set(named)) == len(named) and set(entries_by_layer(divided, fewer)) == whole:
-        return divided
-    return tuple(entry for entry in distinct_entries(layers) if entry in whole)
-
-
-def _parts(layers: Sequence[str | Pair]) -> tuple[list[str], list[Pair]]:
+def split_pattern(layers: Sequence[str | Pair]) -> tuple[list[str], list[Pair]]:
     """The entries that are repeated, and the pairs behind them."""
     repeated = [entry for entry in layers if isinstance(entry, str)]
     return repeated, list(layers[len(repeated) :])  # type: ignore[return-value]  # checked by `entries_by_layer`

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from meliad_like.config.run import RunConfig, read_changes, with_changes
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.config import ModelConfig
-from meliad_like.models.notation import smaller
-from meliad_like.registry import configs_in, rule_of
+from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer, split_pattern
+from meliad_like.registry import ScalesAs, configs_in
 from meliad_like.trackers import TensorBoard
 from meliad_like.vocabularies.base import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
 
@@ -58,7 +58,7 @@ class Divisors:
 
         def entries(layers: tuple[Any, ...]) -> tuple[Any, ...]:
             extra = model.total_layers - model.num_layers
-            return smaller(layers, model.total_layers, self.layers, fewer(model.num_layers) + extra)
+            return smaller_pattern(layers, model.total_layers, self.layers, fewer(model.num_layers) + extra)
 
         rules = {
             "length": shorter,
@@ -87,6 +87,35 @@ class Divisors:
                 numbers = [i for i in range(model.total_layers) if fnmatch.fnmatchcase(str(i), layer)]
                 return ["/".join(("layers", str(i), *rest)) for i in dict.fromkeys(i // self.layers for i in numbers)]
         return [pattern]
+
+
+def rule_of(config_class: type, field: dataclasses.Field) -> ScalesAs:
+    """The rule by which a field of a config shrinks; `fixed` for fields that don't hold a whole number.
+
+    Raises:
+      TypeError: the field holds a whole number and states no rule, so that a smaller model could be a wrong one.
+    """
+    rule = field.metadata.get("scales_as")
+    if rule is None and isinstance(field.default, int) and not isinstance(field.default, bool):
+        name = f"{config_class.__name__}.{field.name}"
+        raise TypeError(f"{name} must state how it scales: {field.name}: int = size({field.default}, RULE)")
+    return rule or "fixed"
+
+
+def smaller_pattern(layers: Sequence[str | Pair], num_layers: int, divisor: int, fewer: int) -> tuple[str | Pair, ...]:
+    """The notation for a stack of `fewer` layers that has every kind of layer of the whole stack.
+
+    The numbers of layers are divided by `divisor`. Where that leaves out an entry, each entry has one layer at least.
+    """
+    repeated, pairs = split_pattern(layers)
+    if divisor > 1:
+        pairs = [(tuple(dict.fromkeys(i % num_layers // divisor for i in indices)), entry) for indices, entry in pairs]
+    named = [i for indices, _ in pairs for i in indices]
+    divided = (*(repeated if len(repeated) <= fewer else dict.fromkeys(repeated)), *pairs)
+    whole = set(entries_by_layer(layers, num_layers))
+    if len(set(named)) == len(named) and set(entries_by_layer(divided, fewer)) == whole:
+        return divided
+    return tuple(entry for entry in distinct_entries(layers) if entry in whole)
 
 
 def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
