@@ -5,15 +5,7 @@
 Only --checkpoint is needed: the folder has the model, the vocabulary and the config, which names the documents.
 """
 
-import functools
-from typing import TYPE_CHECKING
-
 from meliad_like.command_line import CONFIG_OF_CHECKPOINT, Command
-from meliad_like.errors import UserError
-
-if TYPE_CHECKING:
-    from meliad_like.data.split import Documents
-    from meliad_like.run.opening import OpenedCheckpoint
 
 COMMAND = Command(__doc__, no_effect={"gin_file": CONFIG_OF_CHECKPOINT})
 CHECKPOINT = COMMAND.shared("checkpoint", "Folder of ours or of transformers.")
@@ -25,18 +17,10 @@ PREPARE = COMMAND.bool("prepare", False, "Make the token store first, if it is n
 OUTPUT = COMMAND.output("output", "JSON file to write, with a row for each document.")
 MAX_TOKENS = COMMAND.shared("max_tokens")
 COMPARE = COMMAND.bool("compare", False, "Evaluate the untrained model as well, and gzip and xz.")
-PROTOCOL = COMMAND.multi_enum(
-    "protocol", [], ["segments", "sliding", "token_by_token"],
-    "Compare modes of reading the tokens, with their context and cost, instead of evaluating by document. Repeatable.",
-)  # fmt: skip
-STRIDE = COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
-WINDOWS = COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
-CONCATENATED = COMMAND.bool("concatenated", True, "Whether a --protocol reads all documents as one, without resets.")
 DETAILS = COMMAND.bool("details", True, "Whether to show all figures, and the loss by position.")
 
 
 def main() -> None:
-    _check_flags()
     # Imported here, because jax takes seconds to import; mistyped flags are reported earlier.
     import jax
     from rich.console import Console
@@ -51,9 +35,6 @@ def main() -> None:
     opened = open_model(CHECKPOINT.value, step=STEP.value, changes=changes, mesh="config", dtype=DTYPE.value)
     store = open_store(opened, CHECKPOINT.value, STORE.value, PREPARE.value)
     (run, model, params, vocabulary, step, _), split = opened, store.split(SPLIT.value)
-    if PROTOCOL.value:
-        _compare_protocols(opened, split)
-        return
     evaluator = make_evaluator(run, model, store, SPLIT.value, opened.mesh, max_tokens=MAX_TOKENS.value)
     trained, console = f"step {step:,}", Console(highlight=False)
     evaluation = report.with_progress(trained, lambda progress: evaluator(params, progress))
@@ -88,42 +69,6 @@ def main() -> None:
             "flops_per_prediction": model.flops_per_prediction,
         }
         report.write(evaluation, OUTPUT.value, **details)
-
-
-def _check_flags() -> None:
-    for flag, has_effect, needed in (
-        (CONCATENATED, PROTOCOL.value, "without a --protocol"),
-        (STRIDE, "sliding" in PROTOCOL.value, "without --protocol=sliding"),
-        (WINDOWS, "sliding" in PROTOCOL.value, "without --protocol=sliding"),
-        (COMPARE, not PROTOCOL.value, "with --protocol"),
-        (MAX_TOKENS, not PROTOCOL.value, "with --protocol"),
-    ):
-        if flag.present and not has_effect:
-            raise UserError(f"--{flag.name} has no effect {needed}: leave it out")
-
-
-def _compare_protocols(opened: "OpenedCheckpoint", split: "Documents") -> None:
-    """Prints the results and the cost of each --protocol, and writes them to --output."""
-    import dataclasses
-
-    from rich.console import Console
-
-    from meliad_like.evaluation import report
-    from meliad_like.resumable import write_json
-    from meliad_like.studies import protocols
-
-    (run, model, params, vocabulary, *_), scores = opened, []
-    if CONCATENATED.value:
-        split = split.concatenated(vocabulary.end_of_document)
-    sizes = {"segment_length": run.data.segment_length, "loss_slice": run.training.loss_slice}
-    for name in PROTOCOL.value:
-        stride = STRIDE.value if name == "sliding" else None
-        settings = {"mesh": opened.mesh, "stride": stride, "num_windows": WINDOWS.value, **sizes}
-        evaluate = functools.partial(protocols.evaluate, model, params, split, name, **settings)
-        scores.append(report.with_progress(name, lambda progress, evaluate=evaluate: evaluate(on_progress=progress)))
-    Console().print(protocols.table(scores).to_rich())
-    if OUTPUT.value:
-        write_json(OUTPUT.value, [dataclasses.asdict(score) for score in scores])
 
 
 if __name__ == "__main__":

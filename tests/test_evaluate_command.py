@@ -72,37 +72,14 @@ def test_a_checkpoint_folder_and_the_documents_are_enough(workdir, tmp_path):
     assert saved["other_bits_per_byte"]["gzip -9"] == 8 * sum(len(gzip.compress(text)) for text in texts.values()) / 611
 
 
-def test_protocols_side_by_side(workdir, tmp_path):
-    output = tmp_path / "protocols.json"
-    flags = ("--protocol=segments", "--protocol=sliding", "--stride=32", "--windows=4", "--protocol=token_by_token")
-    result = evaluate(f"--checkpoint={workdir}", "--prepare", f"--output={output}", *flags)
-    assert result.returncode == 0, result.stderr
-    assert "by protocol; visible: the fewest, mean and most tokens" in result.stdout
-    segments, sliding, tokens = json.loads(output.read_text())
-    assert sliding["protocol"] == "sliding, stride 32"
-    # Of a byte vocabulary: all bytes, and the ends of three documents.
-    assert segments["num_tokens"] == sliding["num_tokens"] == tokens["num_tokens"] == 614
-    assert segments["nats"] == pytest.approx(tokens["nats"], rel=1e-5)
-    assert sliding["flops"] > segments["flops"]
-
-    refused = evaluate(f"--checkpoint={workdir}", "--protocol=segments", "--compare")
-    assert (refused.returncode, "--compare has no effect with --protocol" in refused.stderr) == (
-        2,
-        True,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stride=4"], "--stride has no effect without --protocol=sliding"),
-        (["--protocol=segments", "--windows=4"], "--windows has no effect without --protocol=sliding"),
-        (["--noconcatenated"], "--concatenated has no effect without a --protocol"),
         (["--output=/dev/null/a.json"], "cannot write --output=/dev/null/a.json: /dev/null is not a folder"),
         (["--store="], "--store= is empty: is the variable set that it should hold?"),
     ],
 )
-def test_flags_of_another_protocol_are_refused(arguments, message):
+def test_paths_are_checked_before_the_work(arguments, message):
     result = evaluate("--checkpoint=none", *arguments)
     assert (result.returncode, message in result.stderr) == (2, True)
 

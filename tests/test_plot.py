@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(workdir, tmp_path):
         pictures.read_metrics(tmp_path / "none", "loss")
     with pytest.raises(UserError, match="there is no evaluation"):
         pictures.read_levels(tmp_path / "none.json")
-    # Of an evaluation without --compare, and of one by --protocol.
+    # Of an evaluation without --compare, and of another list.
     for text in ("{}", "[]"):
         (tmp_path / "plain.json").write_text(text)
         with pytest.raises(UserError, match="write it with evaluate --compare --output"):

@@ -13,7 +13,7 @@ from study_runs import DOCUMENTS, Page, assert_safe, make, one_device, runs
 from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use
+from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use, protocols
 from meliad_like.studies.__main__ import COMMAND, STUDIES
 from meliad_like.studies.interventions import cleared
 from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_studied, read
@@ -30,7 +30,7 @@ def compared(runs, tmp_path_factory):
 
 
 def test_the_flags_of_a_study_are_what_it_reads():
-    for study in (compare, context_curve, gates, memory_map, memory_use):
+    for study in (compare, context_curve, gates, memory_map, memory_use, protocols):
         parameters = inspect.signature(study.run).parameters
         own = STUDIES[study.__name__.rpartition(".")[2]]
         assert tuple(parameters) == ("request", *own)
@@ -72,6 +72,20 @@ def test_comparison_numbers(runs, compared):
         assert bytes(place["token"].tolist()).decode() == row["text"]
         gain = place["other_bits"].sum() - place["first_bits"].sum()
         assert float(row["gain"]) == pytest.approx(gain) and gain > 0 and row["category"] != "sign"
+
+
+def test_protocols_side_by_side(runs, tmp_path):
+    settings = {"protocol": ("segments", "sliding", "token_by_token"), "stride": 16, "windows": 4}
+    make(protocols, runs("fixed_skip"), tmp_path, settings)
+    segments, sliding, tokens = pd.read_csv(tmp_path / "protocols.csv").to_dict("records")
+    assert sliding["protocol"] == "sliding, stride 16"
+    # Of a byte vocabulary: all bytes, and the end of each document.
+    number = sum(len(text.encode()) + 1 for text in DOCUMENTS.values())
+    assert segments["tokens"] == sliding["tokens"] == tokens["tokens"] == number
+    assert segments["bits per token"] == pytest.approx(tokens["bits per token"], rel=1e-5)
+    assert sliding["FLOPs per token"] > segments["FLOPs per token"]
+    with pytest.raises(UserError, match="have no effect without --protocol=sliding"):
+        protocols.run(StudyRequest(runs("fixed_skip")), protocol=("segments",), stride=4)
 
 
 def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):

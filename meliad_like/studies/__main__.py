@@ -5,6 +5,7 @@
     meliad_like studies context_curve --checkpoint=DIR [--other=DIR ...] --output=DIR
     meliad_like studies gates --checkpoint=DIR --output=DIR
     meliad_like studies memory_map --checkpoint=DIR --output=DIR
+    meliad_like studies protocols --checkpoint=DIR --protocol=segments --protocol=token_by_token --output=DIR
 
 The page is index.html in --output.
 """
@@ -20,13 +21,14 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "context_curve": ("other", "other_step"),
     "gates": (),
     "memory_map": (),
+    "protocols": ("protocol", "stride", "windows", "concatenated"),
 }
 """The studies, modules with a function `run`, and the flags of each that not all of them have."""
 
 KINDS = ("shuffled", "earlier", "cleared", "frozen")
 """The interventions of memory_use, as in `meliad_like/studies/interventions.py`, whose import takes seconds."""
 
-ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use")
+ALL_DOCUMENTS = ("context_curve", "memory_map", "memory_use", "protocols")
 """The studies that read all documents by default, because their figures are means over documents."""
 
 COMMAND = Command(
@@ -65,6 +67,12 @@ COMMAND.multi_string(
 COMMAND.integer(
     "every", None, "Tokens from one intervention to the next, whole windows. Default: a segment.", lower_bound=1
 )
+COMMAND.multi_enum(
+    "protocol", ["segments"], ["segments", "sliding", "token_by_token"], "How the tokens are read. Repeatable."
+)
+COMMAND.integer("stride", None, "New tokens of a window of --protocol=sliding.", lower_bound=1)
+COMMAND.integer("windows", 1, "Windows of --protocol=sliding that are read side by side.", lower_bound=1)
+COMMAND.bool("concatenated", True, "Whether all documents are read as one, without resets.")
 
 
 def main(study: str) -> None:

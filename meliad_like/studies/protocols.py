@@ -8,20 +8,23 @@ one token at a time with the whole carry. For a model without a carry the paper'
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 from jax.sharding import Mesh
 
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import SEGMENTS, TOKEN_BY_TOKEN, Evaluator
-from meliad_like.evaluation.report import figure_text
+from meliad_like.evaluation.report import with_progress
 from meliad_like.evaluation.scores import Score
 from meliad_like.mesh import lane_shards
 from meliad_like.models.model import Model
-from meliad_like.tables import Table
+from meliad_like.studies.page import Numbers, Study
+from meliad_like.studies.readings import StudyRequest, choose, open_studied
 
 ProtocolName = Literal["segments", "sliding", "token_by_token"]
 
@@ -156,22 +159,51 @@ def evaluate(
     )
 
 
-def table(scores: Sequence[ProtocolScore]) -> Table:
-    """A table of protocols on the same tokens, one per row."""
-    rows = [
-        (
-            score.protocol,
-            figure_text(score.num_tokens),
-            figure_text(score.bits_per_token),
-            figure_text(score.perplexity),
-            f"{score.min_visible:,} / {score.mean_visible:,.1f} / {score.max_visible:,}",
-            f"{score.flops / score.num_tokens:.3g}",
-            figure_text(score.tokens_per_second),
-        )
+def run(
+    request: StudyRequest,
+    *,
+    protocol: Sequence[ProtocolName],
+    stride: int | None = None,
+    windows: int = 1,
+    concatenated: bool = True,
+) -> Study:
+    """Compares protocols on the same tokens."""
+    if "sliding" not in protocol and (stride is not None or windows != 1):
+        raise UserError("--stride and --windows have no effect without --protocol=sliding: leave them out")
+    studied = open_studied(request.checkpoint, request.gin_param, request.step)
+    selection, model, params, scores = choose([studied], request), studied.opened.model, studied.opened.params, []
+    documents = selection.documents
+    if concatenated:
+        documents = documents.concatenated(studied.opened.vocabulary.end_of_document)
+    sizes = {"segment_length": studied.run.data.segment_length, "loss_slice": studied.run.training.loss_slice}
+    for name in protocol:
+        settings = {"stride": stride if name == "sliding" else None, "num_windows": windows, **sizes}
+        work = partial(evaluate, model, params, documents, name, mesh=studied.opened.mesh, **settings)
+        scores.append(with_progress(name, lambda progress, work=work: work(on_progress=progress)))
+    figures = [
+        {
+            "protocol": score.protocol,
+            "tokens": score.num_tokens,
+            "bits per token": score.bits_per_token,
+            "perplexity": score.perplexity,
+            "fewest visible": score.min_visible,
+            "mean visible": score.mean_visible,
+            "most visible": score.max_visible,
+            "FLOPs per token": score.flops / score.num_tokens,
+            "tokens per second": score.tokens_per_second,
+        }
         for score in scores
     ]
-    header = ("", "tokens", "bits per token", "perplexity", "visible", "FLOPs per token", "tokens per second")
-    return Table("by protocol; visible: the fewest, mean and most tokens that a layer attends to", header, rows)
+    formats = {"tokens": ",", "bits per token": ".4f", "perplexity": ".4f", "mean visible": ",.1f"}
+    formats |= {"FLOPs per token": ".3g", "tokens per second": ",.0f"}
+    note = "Visible are the tokens that a layer attends to for a prediction."
+    return Study(
+        title=f"Protocols of evaluation: {studied.label}",
+        lead=[],
+        parts=[Numbers("protocols", "By protocol", pd.DataFrame(figures), formats, note)],
+        selection=selection,
+        details=[studied.details()],
+    )
 
 
 def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> None:
