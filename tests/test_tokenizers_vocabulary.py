@@ -1,4 +1,4 @@
-"""Byte-level BPE vocabularies of pretrained models."""
+"""BPE vocabularies of pretrained models, of bytes and of characters."""
 
 import json
 
@@ -218,6 +218,53 @@ def test_a_long_text_is_encoded_in_pieces(folder, change, monkeypatch):
     monkeypatch.setattr(vocabulary, "_encode", lambda text: lengths.append(len(text)) or encode(text))
     np.testing.assert_array_equal(vocabulary.encode(text), whole)
     assert max(lengths) < 1100
+
+
+def of_characters(**changes):
+    """A tokenizer as Gemma's, whose spaces are U+2581, and the vocabulary of it."""
+    merges = [pair.split() for pair in ("t h", "th e", "\u2581 the", "\u2581 \u2581", "e r")]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abehnort\n"]
+    tokens += ["".join(pair) for pair in merges]
+    model = models.BPE(
+        {token: i for i, token in enumerate(tokens)},
+        [tuple(pair) for pair in merges],
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token="<unk>",
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    replaced = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(tokens[:4])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("\n\n", "\u2581\u2581")])
+    saved = json.loads(tokenizer.to_str())
+    saved["model"] |= changes
+    return tokenizer, TokenizersVocabulary(json.dumps(saved), "<eos>")
+
+
+def test_a_bpe_of_characters():
+    tokenizer, vocabulary = of_characters()
+    assert vocabulary.lossless and vocabulary.end_of_document == 1
+    for text in (*TEXTS, "the other  tether\n\n the   é", "<0x41> <eos><bos>", "a\u2581\u2581b \u2581", " "):
+        ids = vocabulary.encode(text)
+        assert vocabulary.decode_bytes(ids) == text.encode()
+        assert not set(ids) & {0, 1, 2, 3}
+        if not any(part in text for part in ("\u2581", "<eos>")):
+            assert ids.tolist() == tokenizer.encode(text).ids
+            assert tokenizer.decode(ids) == text
+    assert [vocabulary.decode([i]) for i in vocabulary.encode("the  the")] == ["the", " ", " the"]
+    assert not of_characters(byte_fallback=False)[1].lossless
+
+
+def test_a_long_text_of_characters_is_encoded_in_pieces(monkeypatch):
+    _, vocabulary = of_characters()
+    text = "".join(f"the other {i} a\n\n  é the\u2581b-{i}{'  ' * (i % 3)}tether, 漢字。\t" for i in range(300))
+    whole = vocabulary.encode(text)
+    monkeypatch.setattr("meliad_like.vocabularies.base.PIECE", 1000)
+    assert max(map(len, vocabulary.pieces(text))) < 1100
+    np.testing.assert_array_equal(vocabulary.encode(text), whole)
 
 
 def test_what_is_refused(folder, tmp_path):

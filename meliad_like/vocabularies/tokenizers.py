@@ -1,4 +1,4 @@
-"""Byte-level BPE vocabularies of pretrained models, in `tokenizers`."""
+"""BPE vocabularies of pretrained models, in `tokenizers`: of bytes, or of characters as SentencePiece merges them."""
 
 import itertools
 import json
@@ -39,11 +39,27 @@ def _byte_characters() -> dict[int, str]:
 
 
 BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().items()}
+SPACE = "\u2581"
+"""The character in which SentencePiece writes a space."""
+BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
+"""The tokens for the bytes of a character that has no token of its own, in vocabularies of characters."""
+OF_CHARACTERS = (
+    {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+)
+"""The normalizer and the decoder of a BPE of characters that puts no space before a text, such as Gemma's."""
 
 
 @VOCABULARIES.register("tokenizers")
 class TokenizersVocabularyConfig(FileVocabularyConfig):
-    """The byte-level BPE of a pretrained model: a tokenizer.json, or a folder with one."""
+    """The BPE of a pretrained model: a tokenizer.json, or a folder with one."""
 
     end_token: str = ""
     """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
@@ -62,7 +78,7 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
 
 class TokenizersVocabulary(Vocabulary):
-    """A byte-level BPE. Text that looks like a control token is encoded as ordinary text.
+    """A BPE of bytes or of characters. Text that looks like a control token is encoded as ordinary text.
 
     A text's tokens depend on the text alone, and are always the same: what a file says of dropout, truncation, padding,
     a space before each text and tokens around it is switched off.
@@ -77,7 +93,7 @@ class TokenizersVocabulary(Vocabulary):
           end_token: the token that ends documents.
 
         Raises:
-          UserError: the tokenizer is not a byte-level BPE, or has no such token, or texts are encoded to it.
+          UserError: the tokenizer is not such a BPE, or has no such token, or texts are encoded to it.
         """
         self.end_token = end_token
         text_alone, settings = _of_text_alone(tokenizer_json, end_token)
@@ -91,18 +107,22 @@ class TokenizersVocabulary(Vocabulary):
             what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
             raise UserError(f"the tokenizer {what}: set TokenizersVocabularyConfig.end_token")
         ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+        spelled = _in_characters if (of_characters := _is_of_characters(settings)) else _spelled
         pieces = [b""] * (max(ids.values()) + 1)
         for token, i in ids.items():
-            pieces[i] = _spelled(token)
-        lossless = _keeps_text(settings) and len(set(ids.values())) == len(ids)
+            pieces[i] = spelled(token)
+        has_bytes = _has_bytes(settings)
+        lossless = has_bytes and _keeps_text(settings) and len(set(ids.values())) == len(ids)
         merged = settings["model"]["vocab"]
+        # A space is written as `SPACE`, so one of the text itself would come back as a space.
+        self._escaped = [merged[f"<0x{byte:02X}>"] for byte in SPACE.encode()] if of_characters and has_bytes else []
         if end_token in merged and self._merges_to(pieces[end], end):
             raise UserError(
                 f"texts are encoded to the tokenizer's token {end_token!r}: set TokenizersVocabularyConfig.end_token "
                 "to one that is in no text"
             )
         for i, token in added.items():
-            piece = b"" if token.special else token.content.encode()
+            piece = b"" if token.special else token.content.replace(SPACE, " " if of_characters else SPACE).encode()
             # A token that is both added and merged from bytes may have two texts.
             if piece != pieces[i] and token.content in merged and self._merges_to(pieces[i], i):
                 lossless = False
@@ -111,8 +131,10 @@ class TokenizersVocabulary(Vocabulary):
             pieces[i] = piece
         pieces[end] = b""
         unknown = ids.get(settings["model"].get("unk_token"))
-        if unknown is not None and not BYTE_CHARACTERS.keys() <= merged.keys():
+        if unknown is not None and not has_bytes:
             pieces[unknown] = UNKNOWN.encode()
+        joined = any(re.search(r"[^\W\d_] ", piece.decode(errors="ignore")) for piece in pieces)
+        self._is_cut_at_spaces = of_characters and not joined
         super().__init__(pieces, end, size_multiple, text_alone, lossless, stop_tokens, end_token=end_token)
 
     def tokenizer_json(self) -> str:
@@ -131,14 +153,18 @@ class TokenizersVocabulary(Vocabulary):
         return next((end for end in itertools.islice(ends, MAX_TRIALS) if self._is_boundary(text, end)), None)
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+        parts = text.split(SPACE) if self._escaped else [text]
+        first, *further = (one.ids for one in self._tokenizer.encode_batch_fast(parts, add_special_tokens=False))
+        return np.asarray(first + [token for ids in further for token in (*self._escaped, *ids)], np.int32)
 
     def _is_boundary(self, text: str, place: int) -> bool:
         """Whether a text's tokens are those before a place and those after it. Words are split there, and what is
-        around it has the same tokens in two parts, which no added token, lookahead or normalisation joins."""
+        around it has the same tokens in two parts, which no added token, lookahead or normalisation joins. In a BPE of
+        characters, no token is on both sides."""
         before, after = text[place - CONTEXT : place], text[place : place + CONTEXT]
         words = self._tokenizer.pre_tokenizer and self._tokenizer.pre_tokenizer.pre_tokenize_str(before + after)
-        if not any(start == len(before) for _, (start, _) in words or ()):
+        is_word = any(start == len(before) for _, (start, _) in words or ())
+        if not (is_word or (self._is_cut_at_spaces and after[0] == " ")):
             return False
         parts = np.concatenate([self._encode(before), self._encode(after)])
         return np.array_equal(parts, self._encode(before + after))
@@ -158,7 +184,7 @@ def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, 
     before, model = json.dumps(settings), settings["model"]
     if model.get("dropout"):
         model["dropout"] = None
-    if model.get("unk_token") == end_token and not BYTE_CHARACTERS.keys() <= model["vocab"].keys():
+    if model.get("unk_token") == end_token and not _has_bytes(settings):
         model["unk_token"] = None
     for step in _steps(settings.get("pre_tokenizer")):
         if step.get("add_prefix_space"):
@@ -170,14 +196,32 @@ def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, 
     return (tokenizer_json if after == before else after), settings
 
 
+def _is_of_characters(settings: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json has a BPE of characters."""
+    return (settings.get("normalizer"), settings.get("decoder")) == OF_CHARACTERS
+
+
+def _has_bytes(settings: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json has tokens for all bytes."""
+    model = settings["model"]
+    if _is_of_characters(settings):
+        return bool(model.get("byte_fallback")) and BYTE_TOKENS.keys() <= model["vocab"].keys()
+    return BYTE_CHARACTERS.keys() <= model["vocab"].keys()
+
+
+def _in_characters(token: str) -> bytes:
+    """The bytes of a token of a BPE of characters."""
+    return bytes([BYTE_TOKENS[token]]) if token in BYTE_TOKENS else token.replace(SPACE, " ").encode()
+
+
 def _keeps_text(settings: dict[str, Any]) -> bool:
-    """Whether the words that a tokenizer.json splits a text into are the text, and have tokens for all bytes."""
+    """Whether the words that a tokenizer.json splits a text into are the text."""
     model, steps = settings["model"], _steps(settings.get("pre_tokenizer"))
+    of_characters = _is_of_characters(settings)
     return (
-        BYTE_CHARACTERS.keys() <= model["vocab"].keys()
-        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and not settings.get("normalizer")
-        and [step["type"] for step in steps].count("ByteLevel") == 1
+        not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and (of_characters or not settings.get("normalizer"))
+        and [step["type"] for step in steps].count("ByteLevel") == (not of_characters)
         and all(step["type"] in KEEPING_STEPS and step.get("behavior") != "Removed" for step in steps)
     )
 
@@ -221,9 +265,10 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
         raise UserError(f"{owner} is not a {TOKENIZER_NAME}: {error}") from None
     # The type of the loaded model, not of the file: older files, such as GPT-2's, don't have one.
     kinds = (type(tokenizer.model).__name__, tokenizer.decoder and type(tokenizer.decoder).__name__)
-    if kinds != ("BPE", "ByteLevel"):
+    if kinds != ("BPE", "ByteLevel") and not (kinds[0] == "BPE" and _is_of_characters(json.loads(tokenizer_json))):
         raise UserError(
-            f"{owner} is {kinds[0]} with decoder {kinds[1]}, not a byte-level BPE; a SentencePiece model is read by "
-            "RunConfig.vocabulary = 'sentencepiece'"
+            f"{owner} is {kinds[0]} with decoder {kinds[1]}, not a byte-level BPE, nor one of characters as Gemma's; a "
+            "SentencePiece model is read by RunConfig.vocabulary = 'sentencepiece' and "
+            "SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"
         )
     return tokenizer
