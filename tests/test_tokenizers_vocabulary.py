@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.errors import UserError
@@ -16,6 +16,7 @@ from meliad_like.vocabularies.tokenizers import (
     TokenizersVocabularyConfig,
     _byte_characters,
     read_tokenizer,
+    token_before_texts,
 )
 
 # Characters that vocabularies often change: whitespace, composed and rare characters, digits.
@@ -258,6 +259,20 @@ def test_a_bpe_of_characters():
     assert not of_characters(byte_fallback=False)[1].lossless
 
 
+def test_the_token_that_begins_a_document(tmp_path):
+    tokenizer, plain = of_characters()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.save(str(tmp_path / TOKENIZER_NAME))
+    begin = token_before_texts((tmp_path / TOKENIZER_NAME).read_text())
+    vocabulary = config(tmp_path / TOKENIZER_NAME, end_token="<eos>", begin_token=begin).make()
+    assert vocabulary.encode("the other").tolist() == tokenizer.encode("the other").ids
+    assert vocabulary.encode("the")[0] == 2 and vocabulary.decode(vocabulary.encode("the")) == "the"
+    np.testing.assert_array_equal(vocabulary.encode_continuation("the"), plain.encode("the"))
+    vocabulary.save(tmp_path)
+    assert load_vocabulary(tmp_path).fingerprint == vocabulary.fingerprint != plain.fingerprint
+    assert not vocabulary.writable[2]
+
+
 def test_a_long_text_of_characters_is_encoded_in_pieces(monkeypatch):
     _, vocabulary = of_characters()
     text = "".join(f"the other {i} a\n\n  é the\u2581b-{i}{'  ' * (i % 3)}tether, 漢字。\t" for i in range(300))
@@ -274,6 +289,7 @@ def test_what_is_refused(folder, tmp_path):
 
     named = read_tokenizer(folder)[0].replace("<|endoftext|>", "<end>")
     refused(folder, "no token 'stop': set TokenizersVocabularyConfig.end_token", end_token="stop")
+    refused(folder, "no token TokenizersVocabularyConfig.begin_token='begin'", begin_token="begin")
     refused(folder, "texts are encoded to the tokenizer's token 'Ġthe'", end_token="Ġthe")
     refused(tmp_path / "nowhere", "cannot read .*nowhere: No such file")
     refused(tmp_path, "tokenizer.json is missing: AutoTokenizer.from_pretrained")

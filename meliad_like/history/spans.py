@@ -149,7 +149,7 @@ class Layout:
         """Raises a UserError if the separator is not exactly one token of this vocabulary."""
         if not config.separator:
             return cls(config, None)
-        tokens = vocabulary.encode(config.separator)
+        tokens = vocabulary.encode_continuation(config.separator)
         if len(tokens) != 1:
             raise UserError(
                 f"HistoryConfig.separator={config.separator!r} is {len(tokens)} tokens of this vocabulary and must be "

@@ -11,6 +11,7 @@ from etils import epath
 from tokenizers import Tokenizer
 
 from meliad_like.errors import UserError
+from meliad_like.registry import fingerprint
 from meliad_like.remote import any_path
 from meliad_like.resumable import read_object
 from meliad_like.vocabularies.base import (
@@ -63,6 +64,8 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
     end_token: str = ""
     """The token that ends a document; "": <|endoftext|> if there is one, otherwise the file's end-of-text token."""
+    begin_token: str = ""
+    """The token that begins a document; "": none."""
     stop_tokens: tuple[int, ...] = ()
     """The ids of further tokens at which a model stops to write."""
 
@@ -74,23 +77,32 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
         tokenizer, end = read_tokenizer(self.model_file)
-        return TokenizersVocabulary(tokenizer, self.end_token or end, self.size_multiple, self.stop_tokens)
+        end = self.end_token or end
+        return TokenizersVocabulary(tokenizer, end, self.size_multiple, self.stop_tokens, self.begin_token)
 
 
 class TokenizersVocabulary(Vocabulary):
     """A BPE of bytes or of characters. Text that looks like a control token is encoded as ordinary text.
 
     A text's tokens depend on the text alone, and are always the same: what a file says of dropout, truncation, padding,
-    a space before each text and tokens around it is switched off.
+    a space before each text and tokens around it is switched off, except for the token that begins a document.
     """
 
     kind, file_name = "tokenizers", TOKENIZER_NAME
 
-    def __init__(self, tokenizer_json: str, end_token: str, size_multiple: int = 1, stop_tokens: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer_json: str,
+        end_token: str,
+        size_multiple: int = 1,
+        stop_tokens: Sequence[int] = (),
+        begin_token: str = "",
+    ):
         """
         Args:
           tokenizer_json: the contents of a tokenizer.json.
           end_token: the token that ends documents.
+          begin_token: the token that begins them; "": none.
 
         Raises:
           UserError: the tokenizer is not such a BPE, or has no such token, or texts are encoded to it.
@@ -106,6 +118,9 @@ class TokenizersVocabulary(Vocabulary):
         if (end := tokenizer.token_to_id(end_token)) is None:
             what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
             raise UserError(f"the tokenizer {what}: set TokenizersVocabularyConfig.end_token")
+        self._begin = [tokenizer.token_to_id(begin_token)] if begin_token else []
+        if None in self._begin:
+            raise UserError(f"the tokenizer has no token TokenizersVocabularyConfig.begin_token={begin_token!r}")
         ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
         spelled = _in_characters if (of_characters := _is_of_characters(settings)) else _spelled
         pieces = [b""] * (max(ids.values()) + 1)
@@ -135,7 +150,15 @@ class TokenizersVocabulary(Vocabulary):
             pieces[unknown] = UNKNOWN.encode()
         joined = any(re.search(r"[^\W\d_] ", piece.decode(errors="ignore")) for piece in pieces)
         self._is_cut_at_spaces = of_characters and not joined
-        super().__init__(pieces, end, size_multiple, text_alone, lossless, stop_tokens, end_token=end_token)
+        for token in self._begin:
+            pieces[token] = b""
+        names = {"end_token": end_token} | ({"begin_token": begin_token} if begin_token else {})
+        super().__init__(pieces, end, size_multiple, text_alone, lossless, stop_tokens, **names)
+
+    @property
+    def fingerprint(self) -> str:
+        plain = super().fingerprint
+        return fingerprint([plain, *self._begin]) if self._begin else plain
 
     def tokenizer_json(self) -> str:
         """The contents of a tokenizer.json that doesn't cut or fill texts."""
@@ -145,6 +168,9 @@ class TokenizersVocabulary(Vocabulary):
         return self._model.decode()
 
     def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([np.asarray(self._begin, np.int32), self.encode_continuation(text)])
+
+    def encode_continuation(self, text: str) -> np.ndarray:
         # In pieces, because `tokenizers` takes some hundred bytes of memory for each character.
         return np.concatenate([self._encode(piece) for piece in self.pieces(text)])
 
@@ -256,6 +282,16 @@ def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
         end = end["content"] if isinstance(end, dict) else end
     tokenizer = read_text(path, "tokenizer")
     return tokenizer, end if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is None else DEFAULT_END
+
+
+def token_before_texts(tokenizer_json: str) -> str:
+    """The token that a tokenizer.json puts before every text; "": none, or more than one."""
+    last_step = json.loads(tokenizer_json).get("post_processor") or {}
+    for step in last_step.get("processors", [last_step]):
+        match step.get("single"):
+            case [{"SpecialToken": {"id": token}}, {"Sequence": _}, *_]:
+                return token
+    return ""
 
 
 def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:

@@ -40,7 +40,12 @@ from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
 from meliad_like.vocabularies.token_ids import TokenIdsVocabularyConfig
-from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig
+from meliad_like.vocabularies.tokenizers import (
+    TOKENIZER_NAME,
+    TokenizersVocabularyConfig,
+    read_tokenizer,
+    token_before_texts,
+)
 
 SEGMENT = 2048
 """The default number of tokens of a segment of a decoder."""
@@ -166,8 +171,8 @@ def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
 
 
 def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> VocabularyConfig:
-    """The vocabulary of a folder: ours, its tokenizer's with ids that are never written up to `size`, or ids alone, of
-    which one ends documents if config.json says so."""
+    """The vocabulary of a folder: ours, its tokenizer's with the token that it puts before texts and ids that are never
+    written up to `size`, or ids alone, of which one ends documents if config.json says so."""
     if (folder / SETTINGS_NAME).exists():
         return saved_vocabulary_config(folder)
     path = folder / CONFIG_NAME
@@ -179,5 +184,7 @@ def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> Vocabulary
     first, *others = [end for end in fit(ends, tuple[int, ...], f"{path}: eos_token_id") if 0 <= end < size] or [None]
     if any((folder / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
         stops = () if first is None else (first, *others)
-        return TokenizersVocabularyConfig(model_file=str(folder), size_multiple=size, stop_tokens=stops)
+        begin = token_before_texts(read_tokenizer(folder)[0])
+        sizes = {"model_file": str(folder), "size_multiple": size}
+        return TokenizersVocabularyConfig(**sizes, begin_token=begin, stop_tokens=stops)
     return TokenIdsVocabularyConfig(num_tokens=size, end_token=first, stop_tokens=tuple(others))
