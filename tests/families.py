@@ -8,6 +8,7 @@ from decoders import with_mixer
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.library import LanguageModel
+from meliad_like.mixers.dot_product_attention import DotProductAttention, LocalAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.positions import Rotary
@@ -52,6 +53,12 @@ CONFIGS = {
     # Not the delta rule, whose keys have unit length: one of two channels may be almost 0, and rounding errors large.
     "recurrences in kernels": dataclasses.replace(
         with_mixer(SLIDE, Mamba2(head_size=2, state_size=2)), recurrence_kernel="interpreted"
+    ),
+    # A span that ends inside of a block, and one longer than the segment.
+    "spans": dataclasses.replace(
+        TWO,
+        pattern=("local_attention+feedforward", "dot_product_attention+feedforward"),
+        mixers=(LocalAttention(span=2 * W - 1), DotProductAttention(span=2 * C * W, num_key_heads=4)),
     ),
     "shortformer": ShortformerConfig(**SIZES, window_length=W, cache_length=W, cutoffs=(16, 32), band_factor=2),
     "gpt2": GPT2,

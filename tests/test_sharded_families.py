@@ -49,6 +49,7 @@ CHOSEN += [
     ("lstm:dual", (2, 1, 2, 2)),
     ("kernel", (1, 2, 2, 2)),
     ("scanned", (1, 2, 2, 2)),
+    ("spans", (2, 1, 1, 4)),
 ]
 MARKED = [
     pytest.param(
