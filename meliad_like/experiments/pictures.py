@@ -14,21 +14,23 @@ from meliad_like.studies.pictures import COLOURS, save
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draws a column for each panel."""
+    """Draws a column for each panel; where no panel has the paper's figures, ours alone."""
     panels, names = results.table.panels, [row.name for row in results.rows]
-    height = 7 if panels[0].x else 0.5 * len(names) + 2
+    num_rows = 1 + any(panel.paper for panel in panels)
+    height = num_rows * (3.5 if panels[0].x else 0.25 * len(names) + 1)
     picture = Figure(figsize=(5 * len(panels) + 1, height), dpi=120, layout="constrained")
-    for panel, (ours, papers) in zip(panels, picture.subplots(2, len(panels), squeeze=False).T, strict=True):
+    columns = picture.subplots(num_rows, len(panels), squeeze=False).T
+    for panel, (ours, *papers) in zip(panels, columns, strict=True):
         means, errors = results.means.loc[names], results.errors.loc[names, panel.measure]
         x = means[panel.x] if panel.x else None
         _draw_panel(ours, panel, results, x, means[panel.measure], errors)
         ours.set(title="here")
         if panel.paper:
             figures = pd.Series([row.paper.get(panel.paper, math.nan) for row in results.rows], names)
-            _draw_panel(papers, panel, results, None, figures, figures * 0)
-            papers.set(title=f"in the paper: {panel.paper}")
-        else:
-            papers.remove()
+            _draw_panel(papers[0], panel, results, None, figures, figures * 0)
+            papers[0].set(title=f"in the paper: {panel.paper}")
+        elif papers:
+            papers[0].remove()
     save(picture, path)
 
 

@@ -105,7 +105,7 @@ class Results(NamedTuple):
 def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, requested: Sequence[Row] = ()) -> Results:
     """Reads every result that is there, for every row of the table, of runs with these seeds evaluated on the split.
 
-    Extra rows that have no result are reported as missing only if they are `requested`.
+    Rows that have no result are reported as missing if they are `requested`; by default all but the extra ones are.
     """
     places = [(row, seed) for seed in seeds for row in table.rows]
     figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
@@ -132,7 +132,7 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
     )
     means[COLUMNS.index[COLUMNS["in_millions"]]] /= 1e6
     trained = {row for row, _ in figures}
-    rows = [row for row in table.rows if row.name in trained or row in requested or not row.extra]
+    rows = [row for row in table.rows if row.name in trained or (row in requested if requested else not row.extra)]
     devices = sorted({timing[row.run_name]["device"] for row in table.rows if row.run_name in timing})
     return Results(table, rows, runs, means, errors, devices)
 
