@@ -5,6 +5,7 @@
 # seed by seed, and prints intervals of the differences from Slide:13L over test documents and seeds:
 #
 #     bash benchmarks/first_study.sh runs/first_study    # for MINUTES (25); the same command resumes
+#     SECONDS_EACH=600 SEEDS=0 MINUTES=60 bash benchmarks/first_study.sh runs/first_study    # all rows in an hour
 #     SIZE=tiny SECONDS_EACH=60 MINUTES=12 bash benchmarks/first_study.sh runs/first_study_tiny    # on a CPU
 #
 # ROWS, SEEDS, LANES (of 4,096 tokens) and PACKAGES (a folder of packages) change what is compared.
@@ -18,11 +19,13 @@ mkdir -p "$folder"
 
 if [[ ! -d "$folder/documents" ]]; then
     # One folder, and so one document, for each package; whole packages are held out.
-    python - "$packages" "$folder/documents.new" <<'PYTHON'
+    python - "$packages" "$folder/documents.new" "$([[ "$size" == tiny ]] && echo 2000000 || echo 60000000)" <<'PYTHON'
 import pathlib, shutil, sys
-packages, documents, left = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 60_000_000
+packages, documents, left = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 shutil.rmtree(documents, ignore_errors=True)
 sources = {path: sorted(path.rglob("*.py")) for path in sorted(packages.iterdir()) if path.is_dir()}
+# Copies of packages in others would be in two splits.
+sources = {path: [file for file in files if "_vendor" not in file.parts] for path, files in sources.items()}
 sizes = {path: sum(file.stat().st_size for file in files) for path, files in sources.items()}
 # The small packages first, so that there are many documents.
 for number, package in enumerate(sorted((path for path, size in sizes.items() if size > 20_000), key=sizes.get)):
@@ -40,7 +43,8 @@ fi
 table=(python -m meliad_like.experiments mixers --scale="$size" --task=task/books.gin --store="$folder/store")
 table+=(--folder="$folder/runs" --gin_param="FolderSourceConfig.folder = '$folder/documents'")
 if [[ "$size" != tiny ]]; then
-    table+=(--gin_file=option/bfloat16.gin --gin_param="ReaderConfig.tokens_per_step = $((${LANES:-8} * 4096))")
+    table+=(--gin_file=option/bfloat16.gin --gin_file=option/cosine.gin)
+    table+=(--gin_param="ReaderConfig.tokens_per_step = $((${LANES:-8} * 4096))")
 fi
 [[ -f "$folder/runs/step_time.json" ]] || "${table[@]}" --step_time "${rows[@]/#/--row=}"
 steps() {
@@ -50,10 +54,29 @@ timing, row, seconds = sys.argv[1:]
 print(int(float(seconds) / statistics.median(json.load(open(timing))["rows"][row]["seconds"])))
 PYTHON
 }
+# The table and picture of what is finished, and the intervals over the seeds that both rows have.
+report() {
+    "${table[@]}" --report "${rows[@]/#/--row=}" --seeds="$seeds"
+    for row in "${rows[@]:1}"; do
+        both=()
+        for seed in ${seeds//,/ }; do
+            [[ ! -f "$folder/runs/$row-$seed/test.json" || ! -f "$folder/runs/${rows[0]}-$seed/test.json" ]] || both+=("$seed")
+        done
+        ((${#both[@]})) || continue
+        echo "== $row against ${rows[0]}"
+        python benchmarks/paired_intervals.py --seeds="$(IFS=, && echo "${both[*]}")" \
+            --model="$folder/runs/$row-{seed}/test.json" --baseline="$folder/runs/${rows[0]}-{seed}/test.json"
+    done
+}
+time_is_up() {
+    report
+    echo "time is up; the same command resumes"
+    exit
+}
 for seed in ${seeds//,/ }; do
     for row in "${rows[@]}"; do
         left=$((minutes * 60 - (SECONDS - began)))
-        ((left > 60)) || { echo "time is up; the same command resumes"; exit; }
+        ((left > 60)) || time_is_up
         num_steps="$(steps "$row")" status=0
         echo "== $row, seed $seed: $num_steps steps"
         # SIGTERM saves the run, which ends with status 75.
@@ -61,13 +84,9 @@ for seed in ${seeds//,/ }; do
             --gin_param="TrainingConfig.num_steps = $num_steps" || status=$?
         case "$status" in
             0) ;;
-            75 | 124) echo "time is up; the same command resumes"; exit ;;
+            75 | 124) time_is_up ;;
             *) exit "$status" ;;
         esac
     done
 done
-for row in "${rows[@]:1}"; do
-    echo "== $row against ${rows[0]}"
-    python benchmarks/paired_intervals.py --seeds="$seeds" --model="$folder/runs/$row-{seed}/test.json" \
-        --baseline="$folder/runs/${rows[0]}-{seed}/test.json"
-done
+report
