@@ -20,7 +20,7 @@ if [[ "$size" == tiny ]]; then
     rows="${ROWS:-slide_12l,fixed_skip}" golden=(tests/test_golden_models.py -k attention)
     generation=(--tokens=128 --repeats=1 --models=Slide)
     layers=(--lanes=1 --segment=128 --window=64 --width=64 --heads=2 --head_size=32 --repeats=1 --rounds=1 --norules)
-    layers+=("--mixers=sliding_window,mamba2") hybrids="${HYBRIDS:-mixer/qwen3_next}"
+    layers+=("--mixers=sliding_window,mamba2") hybrids="${HYBRIDS:-mixer/mamba2}"
 fi
 mkdir -p "$folder"
 page="$folder/first_hour.md"
