@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from jax.sharding import Mesh
@@ -30,7 +29,6 @@ from meliad_like.data.readers import LanesReader
 from meliad_like.data.split import Documents, random_subset
 from meliad_like.data.token_store import TokenStore
 from meliad_like.evaluation.scores import DocumentScore, Evaluation, PositionScore
-from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mesh import carry_shardings, lane_sharding, lane_shards, replicated
 from meliad_like.models.model import Model
 
@@ -64,28 +62,8 @@ def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batc
     return carry, Losses(losses.nats, losses.correct, batch.loss_mask, batch.document, batch.position)
 
 
-def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
-    """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
-    module = model.bind(params)
-    fresh, begins = module.begin_decoding(module.init_carry(len(batch.start))), batch.start[:, 0]
-    carry = choose_lanes(begins, fresh, carry)
-
-    def one_token(carry, token):
-        inputs, target = token
-        logits, carry = module.decode_step(inputs, carry)
-        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
-
-    carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
-    return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
-
-
 SEGMENTS = ReadingMode(evaluation_step)
 """The mode that reads each segment at once."""
-TOKEN_BY_TOKEN = ReadingMode(
-    decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
-)
-"""The mode that reads token by token, as text is written; documents must begin at segment boundaries."""
 
 
 class Evaluator:
@@ -117,7 +95,7 @@ class Evaluator:
           max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: documents begin at segment boundaries, so that equal positions have equal segments.
-          reading_mode: how segments are read, such as `TOKEN_BY_TOKEN`.
+          reading_mode: how segments are read.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order.
         """
         self.model = model

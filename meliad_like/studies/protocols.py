@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from jax.sharding import Mesh
@@ -18,15 +20,38 @@ from jax.sharding import Mesh
 from meliad_like.data.batch import Batch, empty_batch
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import SEGMENTS, TOKEN_BY_TOKEN, Evaluator
+from meliad_like.evaluation.perplexity import SEGMENTS, Evaluator, Losses, ReadingMode
 from meliad_like.evaluation.report import with_progress
 from meliad_like.evaluation.scores import Score
+from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mesh import lane_shards
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Numbers, Study
 from meliad_like.studies.readings import StudyRequest, choose, open_studied
 
 ProtocolName = Literal["segments", "sliding", "token_by_token"]
+
+
+def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
+    """Does the same as `evaluation_step`, one token after the other; documents begin with a segment."""
+    module = model.bind(params)
+    fresh, begins = module.begin_decoding(module.init_carry(len(batch.start))), batch.start[:, 0]
+    carry = choose_lanes(begins, fresh, carry)
+
+    def one_token(carry, token):
+        inputs, target = token
+        logits, carry = module.decode_step(inputs, carry)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return carry, (jax.nn.logsumexp(logits, axis=-1) - target_logits, jnp.argmax(logits, axis=-1) == target)
+
+    carry, (nats, correct) = jax.lax.scan(one_token, carry, (batch.inputs.T, batch.targets.T))
+    return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
+
+
+TOKEN_BY_TOKEN = ReadingMode(
+    decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
+)
+"""The mode that reads token by token, as text is written; documents must begin at segment boundaries."""
 
 
 @dataclass(frozen=True)
