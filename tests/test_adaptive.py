@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meliad_like.models.shortformer import AdaptiveVocabulary
+from meliad_like.models.shortformer import AdaptiveVocabulary, ShortformerConfig
 
 V, D = 40, 16
 
 
 def make(cutoffs=(8, 20), dropout_rate=0.0):
-    vocabulary = AdaptiveVocabulary(V, D, cutoffs, 2, dropout_rate, rngs=nnx.Rngs(0))
+    config = ShortformerConfig(model_width=D, cutoffs=cutoffs, band_factor=2, softmax_dropout_rate=dropout_rate)
+    vocabulary = AdaptiveVocabulary(config, V, rngs=nnx.Rngs(0))
     hidden = jax.random.normal(jax.random.key(1), (3, 16, D))
     targets = jax.random.randint(jax.random.key(2), (3, 16), 0, V)
     return vocabulary, hidden, targets
@@ -80,7 +81,8 @@ def test_every_id_gets_its_tail_term():
 
 def test_logits_of_the_whole_vocabulary_never_exist():
     """Of 64 tokens, at most 8 meet the rare words at once, where 4 x 16 x 1000 logits would be all."""
-    vocabulary = AdaptiveVocabulary(1000, D, (10,), 2, 0.0, rngs=nnx.Rngs(0))
+    config = ShortformerConfig(model_width=D, cutoffs=(10,), band_factor=2, softmax_dropout_rate=0.0)
+    vocabulary = AdaptiveVocabulary(config, 1000, rngs=nnx.Rngs(0))
     hidden, targets = jnp.ones((4, 16, D)), jnp.ones((4, 16), jnp.int32)
     text = str(jax.make_jaxpr(jax.grad(lambda h: vocabulary.score(h, targets, 16).nats.sum()))(hidden))
     assert "f32[8,990]" in text

@@ -13,7 +13,7 @@ from meliad_like.layers.attention import unit_query
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.mixers.recurrent_states import FixedGate
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.shortformer import AdaptiveVocabulary
+from meliad_like.models.shortformer import AdaptiveVocabulary, ShortformerConfig
 
 COUNT, SMALL = 4096, 0.01
 HALF = jnp.bfloat16
@@ -53,7 +53,8 @@ def test_embedding_of_a_decoder():
 
 @pytest.mark.parametrize("cutoffs", [(), (3,)])
 def test_adaptive_embedding(cutoffs):
-    vocabulary = AdaptiveVocabulary(8, 8, cutoffs, 2, 0.0, rngs=rngs())
+    config = ShortformerConfig(model_width=8, cutoffs=cutoffs, band_factor=2, softmax_dropout_rate=0.0)
+    vocabulary = AdaptiveVocabulary(config, 8, rngs=rngs())
     if (projection := vocabulary.bands[0].projection) is not None:
         projection[...] = jnp.eye(8)
     of_bands = gradient(vocabulary, lambda module: module.embed(jnp.full(COUNT, 2), HALF)).bands

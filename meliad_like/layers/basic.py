@@ -38,6 +38,11 @@ def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
 fan_in = fan_in_scaled(1.0)
 
 
+def uniform(bound: float):
+    """An initializer, uniform between -bound and bound."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 Kind = Literal["matrix", "table", "filter", "bias", "scale", "rate"]
 """The kind of a parameter, which optimizers ask for (`optimization/optimizers.py`).
 

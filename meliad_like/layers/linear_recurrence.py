@@ -15,7 +15,7 @@ inputs, are here as well.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.errors import UserError
 from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles
 from meliad_like.layers.basic import for_all
 from meliad_like.layers.sharding import from_left, scan_in_order
@@ -331,17 +330,6 @@ def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Ar
     """Composes two maps h -> a h + x, pairs of a and x: the map of earlier tokens, and then the map of later ones."""
     (a, x), (later_a, later_x) = first, second
     return a * later_a, later_a * x + later_x
-
-
-def check_chunks(config: Any) -> None:
-    """Checks that the chunks of a mixer, `chunk_length` tokens long, can divide blocks of any length.
-
-    Raises:
-        UserError: their length is not a power of two.
-    """
-    length = config.chunk_length
-    if length < 1 or length & (length - 1):
-        raise UserError(f"{type(config).__name__}.chunk_length={length} must be a power of two")
 
 
 def flops_of_rule(

@@ -42,7 +42,7 @@ def kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None
     if not _has_window(shape):
         return _kernel_of_mixers(shape, dtype, "attention", kernel, KERNELS)
     kernel = kernel or kernel_of_platform(shape.window_length, shape.head_size)
-    sizes = shape.window_length, shape.num_heads, shape.model_width
+    sizes = shape.window_length, shape.num_heads
     if kernel == "none" or nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
         return "none"
     return _checked(shape, dtype, "attention", kernel, _planned_for())

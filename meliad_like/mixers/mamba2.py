@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project
+from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project, uniform
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
@@ -40,13 +40,11 @@ class Mamba2Block(MatrixRecurrence):
         self.key, self.query = (Linear(d, of_groups, ("model", None), **biased) for _ in range(2))
         self.step_size = Linear(d, h, ("model", "heads"), **biased)
         # The released code leaves both to PyTorch's default.
-        bound = config.conv_length**-0.5
+        initial = uniform(config.conv_length**-0.5)
         taps, channels = config.conv_length, i + 2 * of_groups
-        self.filters = parameter(rngs.params(), _uniform(bound), (taps, channels), (None, None), "filter")
+        self.filters = parameter(rngs.params(), initial, (taps, channels), (None, None), "filter")
         with_bias = config.conv_bias
-        self.filter_bias = (
-            parameter(rngs.params(), _uniform(bound), (channels,), (None,), "bias") if with_bias else None
-        )
+        self.filter_bias = parameter(rngs.params(), initial, (channels,), (None,), "bias") if with_bias else None
         self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",), "rate")
         """The logarithm of -A."""
         self.step_bias = parameter(rngs.params(), inverse_softplus_step, (h,), ("heads",), "bias")
@@ -91,11 +89,6 @@ class Mamba2Block(MatrixRecurrence):
         groups = rearrange(y, "b n (g i) -> b n g i", g=self.config.num_groups)
         y = over_root_mean_square(groups, self.config.norm_epsilon)
         return rearrange(y, "b n g i -> b n (g i)") * self.norm_scale[...]
-
-
-def _uniform(bound: float):
-    """An initializer, uniform between -bound and bound."""
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 @MIXERS.register("mamba2")

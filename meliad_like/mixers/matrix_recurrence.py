@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from meliad_like.errors import UserError
 from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_recurrence
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
-    check_chunks,
     convolve_segment,
     convolve_token,
     flops_of_rule,
@@ -162,7 +162,9 @@ class MatrixConfig(MixerConfig):
     """The number of tokens that are read in parallel, a power of two; at most the largest one that divides a block."""
 
     def __post_init__(self):
-        check_chunks(self)
+        length = self.chunk_length
+        if length < 1 or length & (length - 1):
+            raise UserError(f"{type(self).__name__}.chunk_length={length} must be a power of two")
 
     def sizes(self, shape: DecoderShape) -> Sizes:
         """The sizes of the recurrence in a decoder of this shape."""

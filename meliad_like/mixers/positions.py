@@ -194,7 +194,7 @@ class PositionConfig:
     def check(self, head_size: int) -> None:
         """Raises a UserError if a decoder with heads of this size can't have the strategy."""
 
-    def build(self, w: int, num_heads: int, model_width: int, *, rngs: nnx.Rngs) -> Position:
+    def build(self, w: int, num_heads: int, *, rngs: nnx.Rngs) -> Position:
         """The strategy's module for one layer."""
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class PositionConfig:
 class NoPosition(PositionConfig):
     """The strategy without positions: a window is a set of tokens without an order."""
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return Position()
 
 
@@ -211,7 +211,7 @@ class NoPosition(PositionConfig):
 class T5(PositionConfig):
     """T5's bias by distance: one table of 32 buckets for each layer."""
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return BiasPosition(T5Bias(num_heads, rngs=rngs))
 
 
@@ -219,7 +219,7 @@ class T5(PositionConfig):
 class Fourier(PositionConfig):
     """A Fourier series of the distance for each head and layer."""
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return BiasPosition(FourierBias(w, num_heads, rngs=rngs))
 
 
@@ -241,7 +241,7 @@ class Alibi(PositionConfig):
         check_choices(self)
         check_above_zero(self, ("fixed_bound",))
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return BiasPosition(AlibiBias(num_heads, self.learned_slope, self.bound, self.fixed_bound, rngs=rngs))
 
 
@@ -249,7 +249,7 @@ class Alibi(PositionConfig):
 class Network(PositionConfig):
     """A small network of the distance for each layer."""
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return BiasPosition(NetworkBias(num_heads, rngs=rngs))
 
 
@@ -257,7 +257,7 @@ class Network(PositionConfig):
 class Orthogonal(PositionConfig):
     """A learned combination of seven orthogonal functions of the distance for each head and layer."""
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return BiasPosition(OrthogonalBias(num_heads, rngs=rngs))
 
 
@@ -275,5 +275,5 @@ class Rotary(PositionConfig):
         if head_size % 2:
             raise UserError(f"head_size={head_size} must be even for position=rotary")
 
-    def build(self, w, num_heads, model_width, *, rngs):
+    def build(self, w, num_heads, *, rngs):
         return RotaryPosition({"1": 1.0, "pi": math.pi}[self.unit])

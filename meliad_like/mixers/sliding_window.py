@@ -84,7 +84,7 @@ class TokenHeads(nnx.Module):
         scale = jax.nn.initializers.constant(attention_scale)
         self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",), "scale")
         position = shape.position if with_positions else NoPosition()
-        self.position: Position = position.build(self.w, self.num_heads, d, rngs=rngs)
+        self.position: Position = position.build(self.w, self.num_heads, rngs=rngs)
 
     @staticmethod
     def flops(shape: DecoderShape) -> Flops:

@@ -24,6 +24,7 @@ from meliad_like.layers.basic import (
     rows,
     scores,
     split_key,
+    uniform,
 )
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.lanes import at_lanes
@@ -115,12 +116,6 @@ class ShortformerConfig(ModelConfig):
         return np.minimum(position - offset, self.cache_length) + offset + 1
 
 
-def uniform_bias(fan_in: int):
-    """An initializer, uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)."""
-    bound = fan_in**-0.5
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
 class ShortformerCarry(NamedTuple):
     """The carry of one layer; the last three only while decoding."""
 
@@ -144,7 +139,7 @@ class ShortformerLayer(Layer):
         zeros = jax.nn.initializers.zeros
 
         def head_projection():
-            bias = uniform_bias(d)
+            bias = uniform(d**-0.5)
             return Linear(d, inner, ("model", "heads"), rngs=rngs, initializer=shared_xavier, bias_initializer=bias)
 
         self.attention_norm = LayerNorm(d, EPSILON, rngs=rngs)
@@ -152,10 +147,10 @@ class ShortformerLayer(Layer):
         self.output = Linear(inner, d, ("heads", "model"), rngs=rngs, initializer=xavier, bias_initializer=zeros)
         self.feedforward_norm = LayerNorm(d, EPSILON, rngs=rngs)
         self.feedforward_hidden = Linear(
-            d, f, ("model", "feedforward"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform_bias(d)
+            d, f, ("model", "feedforward"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform(d**-0.5)
         )
         self.feedforward_output = Linear(
-            f, d, ("feedforward", "model"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform_bias(f)
+            f, d, ("feedforward", "model"), rngs=rngs, initializer=uniform_fan_in, bias_initializer=uniform(f**-0.5)
         )
 
     def init_carry(self, b, dtype):
@@ -264,7 +259,7 @@ class AdaptiveVocabulary(nnx.Module):
     """Adaptive embedding and softmax: frequent words get wide vectors (Baevski & Auli 2018, section 3).
 
     Token ids are ranks: the smaller, the more frequent. `cutoffs` cut them into bands, and each band after the first
-    has vectors `factor` times narrower than the one before it. A projection for each band takes its vectors to the
+    has vectors `band_factor` times narrower than the one before it. A projection for each band takes its vectors to the
     model's width. The softmax shares both (section 3): the first band's words and one cluster for each other band are
     scored against the hidden vector itself, the words of another band against its projection to the band's width, and
 
@@ -273,32 +268,20 @@ class AdaptiveVocabulary(nnx.Module):
     Without cutoffs this is one table, shared by the embedding and the softmax.
     """
 
-    def __init__(
-        self,
-        vocabulary_size: int,
-        model_width: int,
-        cutoffs: tuple[int, ...],
-        factor: int,
-        dropout_rate: float,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        """`cutoffs` are the first ids of the bands after the first, and `factor` the ratio of neighbouring widths.
-        Dropout applies to the input of the softmax, and to its projection to each narrower band."""
+    def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
+        cutoffs, d = config.cutoffs, config.model_width
         if cutoffs and cutoffs[-1] >= vocabulary_size:
             raise UserError(
                 f"cutoffs={cutoffs} must be below the vocabulary's size of {vocabulary_size}; () for one shared table"
             )
         self.size = vocabulary_size
         self.edges = (0, *cutoffs, vocabulary_size)
-        self.dropout_rate = dropout_rate
+        self.dropout_rate = config.softmax_dropout_rate
         self.bands = nnx.List(
-            Band(last - first, model_width // factor**i, model_width, projected=bool(cutoffs), rngs=rngs)
+            Band(last - first, d // config.band_factor**i, d, projected=bool(cutoffs), rngs=rngs)
             for i, (first, last) in enumerate(itertools.pairwise(self.edges))
         )
-        self.clusters = (
-            Linear(model_width, len(cutoffs), ("model", None), rngs=rngs, initializer=xavier) if cutoffs else None
-        )
+        self.clusters = Linear(d, len(cutoffs), ("model", None), rngs=rngs, initializer=xavier) if cutoffs else None
 
     def embed(self, tokens: Int[Array, "*batch"], dtype) -> Float[Array, "*batch d"]:
         """The vector of each token, not scaled. Ids out of range are treated as in `layers.basic.embed`."""
@@ -415,8 +398,7 @@ class Shortformer(BaseDecoder):
 
     def __init__(self, config: ShortformerConfig, vocabulary_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        bands = config.cutoffs, config.band_factor, config.softmax_dropout_rate
-        self.vocabulary = AdaptiveVocabulary(vocabulary_size, config.model_width, *bands, rngs=rngs)
+        self.vocabulary = AdaptiveVocabulary(config, vocabulary_size, rngs=rngs)
         self.layers = nnx.List(ShortformerLayer(config, rngs=rngs) for _ in range(config.num_layers))
 
     def embed(self, tokens, position, dropout_key):
