@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from meliad_like.errors import UserError, refusals
 from meliad_like.remote import AnyPath, Version, is_remote, one_line, read_whole, version, versions_below
@@ -76,13 +76,15 @@ class StandardLibrarySource(FilesSourceConfig):
     Without lists of names, `STANDARD_LIBRARY_VALIDATION` and `STANDARD_LIBRARY_TEST` are held out.
     """
 
+    undecodable: ClassVar[str] = "skip"
+
     def open(self) -> Source:
         root, config = Path(sysconfig.get_paths()["stdlib"]).absolute(), self
         if not self.listed:
             validation, test = STANDARD_LIBRARY_VALIDATION, STANDARD_LIBRARY_TEST
             config = replace(self, validation_documents=validation, test_documents=test)
         group = partial(_by_folder, single_files=True)
-        opened = _open(config, root, (".py",), group, exclude=STANDARD_LIBRARY_EXCLUDE, skip_undecodable=True)
+        opened = _open(config, root, (".py",), group, exclude=STANDARD_LIBRARY_EXCLUDE)
         return replace(opened, passed_over="")
 
 
@@ -116,7 +118,6 @@ def _open(
     splits_of: Callable[[str], set[str]] = splits_of_repository,
     exclude: Sequence[str] = (),
     headers: bool = True,
-    skip_undecodable: bool = False,
 ) -> Source:
     files, passed_over = list_files(root, config.suffixes or suffixes, (*exclude, *config.exclude))
     splits = named_splits(config, root, files, splits_of)
@@ -125,7 +126,6 @@ def _open(
     firsts = {file.partition("/")[0] for file in splits}
     in_folders = bool(splits) and (splits_of is splits_of_repository or firsts <= set(SPLITS))
     shards, contents = [], []
-    skip_undecodable = skip_undecodable or config.undecodable == "skip"
     for folder in sorted(firsts, key=[*SPLITS, *sorted(firsts)].index) if in_folders else [""]:
         base = root / folder
         below = [file.removeprefix(f"{folder}/") for file in files if file.startswith(f"{folder}/" if folder else "")]
@@ -134,7 +134,7 @@ def _open(
                 name = f"{folder}/{name}"
             whole_paths = [f"{folder}/{file}".lstrip("/") for file in members]
             split = config.split_of(name, None if by_share else splits[whole_paths[0]])
-            reading = (tuple(members), headers, skip_undecodable, config.encoding)
+            reading = (tuple(members), headers, config.undecodable == "skip", config.encoding)
             named = zip(members, whole_paths, strict=True)
             contents += [
                 SourceFile(f"{split}/{name}/{file}", os.path.join(root, path), files[path], len(shards))

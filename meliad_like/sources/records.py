@@ -34,7 +34,7 @@ from meliad_like.sources.base import (
     raise_bad_document,
     raise_if_remote,
 )
-from meliad_like.sources.files import list_files
+from meliad_like.sources.files import FilesSourceConfig, list_files
 from meliad_like.sources.named_splits import named_splits, names_assign, splits_of_path
 
 if sys.version_info >= (3, 14):
@@ -96,13 +96,8 @@ class RecordsSourceConfig(FolderSourceConfig):
 
 
 @dataclass(frozen=True)
-class RecordFilesSourceConfig(RecordsSourceConfig):
+class RecordFilesSourceConfig(RecordsSourceConfig, FilesSourceConfig):
     """The fields of sources of files with many records; the folder may also be one such file."""
-
-    suffixes: tuple[str, ...] = ()
-    """Suffixes of the files to read; (): the suffixes of the kind of source (`usual_suffixes`)."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of names of files and folders to leave out."""
 
     usual_suffixes: ClassVar[tuple[str, ...]] = ()
     """The suffixes of the files that this kind of source reads."""
