@@ -197,11 +197,8 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
     (momentum, second moment) has the sharding of its shares. Adafactor's `v_row` and `v_col` lack one of the two
     largest dimensions, so their sharding lacks that entry; `optax.tree.map_params` would not tell which of the two an
-    array is.
-    Counters and Adafactor's placeholders of shape (1,) are replicated.
-
-    Raises:
-      NotImplementedError: there is no rule for an array of the state.
+    array is. Counters and Adafactor's placeholders of shape (1,) are replicated. Raises a NotImplementedError if there
+    is no rule for an array of the state.
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)

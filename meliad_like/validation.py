@@ -41,11 +41,8 @@ def check_choices(config: Any) -> None:
 
 
 def layer_indices(name: str, layers: Sequence[int] | None, num_layers: int) -> frozenset[int]:
-    """The layers that a field names, counted from 0; None: all layers.
-
-    Raises:
-        UserError: it names a layer that does not exist, or a layer twice.
-    """
+    """The layers that a field names, counted from 0; None: all layers. Raises a UserError if one does not exist, or is
+    named twice."""
     if layers is None:
         return frozenset(range(num_layers))
     if not all(-num_layers <= layer < num_layers for layer in layers):

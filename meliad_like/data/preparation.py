@@ -98,16 +98,14 @@ def prepare(
     """Opens the token store of these documents and this vocabulary in `folder`, or writes it if there is none.
 
     A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. Where
-    the source has all documents of the store and others, these are added as its next version, in the same vocabulary.
-    A store for an object store is made in the user's cache directory, where this machine's trainings look for a copy,
-    and then copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error.
+    the source has all documents of the store and others, these are added as its next version, in the same vocabulary. A
+    store for an object store is made in the user's cache directory, where this machine's trainings look for a copy, and
+    then copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error. Raises
+    a UserError if `folder` holds something else, a document is bad, a part is missing, or the disk is full.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
       for_training: whether a store without training documents is refused.
-
-    Raises:
-      UserError: `folder` holds something else, a document is bad, a part is missing, or the disk is full.
     """
     opened = open_source(source)
     if is_remote(folder):
@@ -198,10 +196,8 @@ def prepare_part(
     """Writes a part of the token store in `folder`, if it is not there: `part`, from 1, of a `number` of parts.
 
     The machines that make parts, at any time and in any order, share the disk. `prepare` then joins the parts to the
-    same store, byte for byte, as it makes alone.
-
-    Raises:
-      UserError: parts of other settings or documents are there, a document is bad, or the disk is full.
+    same store, byte for byte, as it makes alone. Raises a UserError if parts of other settings or documents are there,
+    a document is bad, or the disk is full.
     """
     if not 1 <= part <= number:
         raise UserError(f"--part={part}/{number} must be one of 1/{number} to {number}/{number}")

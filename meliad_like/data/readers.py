@@ -284,14 +284,11 @@ class ReaderConfig:
         return 0
 
     def make(self, store: TokenStore, split: str, overlap: int = 0, **fields: Any) -> Reader:
-        """The reader of some documents of a split.
+        """The reader of some documents of a split. Raises a UserError if the documents can't be read in this way.
 
         Args:
           overlap: tokens that each of the model's windows repeats of the one before.
           fields: the other fields of `Reader`, and `shuffle`.
-
-        Raises:
-          UserError: the documents can't be read in this way.
         """
         overlap = self.training_overlap(overlap)
         return self._reader(store, split, overlap, {**fields, "segment_length": self.segment_length})

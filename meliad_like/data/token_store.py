@@ -134,13 +134,11 @@ class TokenStore:
     """A token store, as `prepare` writes it."""
 
     def __init__(self, folder: epath.PathLike, version: int | None = None):
-        """Opens a store, in a local folder or in an object store.
+        """Opens a store, in a local folder or in an object store. Raises a UserError if there is no store, it was
+        written by another version, or a file is damaged.
 
         Args:
           version: from 1; None: the newest.
-
-        Raises:
-          UserError: there is no store, it was written by another version, or a file is damaged.
         """
         if not str(folder):
             raise UserError(

@@ -39,11 +39,8 @@ class SamplingConfig:
 def writable_tokens(
     vocabulary: Vocabulary, end_tokens: Collection[int] = (), forbidden_tokens: Collection[int] = ()
 ) -> Bool[np.ndarray, " v"]:
-    """The mask of tokens that may be written: those with a text, and end tokens, which may be control tokens.
-
-    Raises:
-      UserError: a token is not in the vocabulary, or none may be written.
-    """
+    """The mask of tokens that may be written: those with a text, and end tokens, which may be control tokens. Raises a
+    UserError if a token is not in the vocabulary, or none may be written."""
     allowed = vocabulary.writable.copy()
     for name, tokens, value in (("end_tokens", end_tokens, True), ("forbidden_tokens", forbidden_tokens, False)):
         for token in tokens:

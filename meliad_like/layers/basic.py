@@ -150,11 +150,8 @@ _scores.defvjp(lambda x, table: (_scores(x, table), (x, table)), _scores_backwar
 
 
 def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
-    """Checks token ids outside of a compiled program; inside one their values are not known yet.
-
-    Raises:
-        UserError: an id is negative, or not below the vocabulary's size.
-    """
+    """Checks token ids outside of a compiled program; inside one their values are not known yet. Raises a UserError if
+    an id is negative, or not below the vocabulary's size."""
     if isinstance(tokens, Tracer):
         return
     ids = np.asarray(tokens)
@@ -166,10 +163,8 @@ def check_tokens(tokens: Int[Array, "*batch"], vocabulary_size: int) -> None:
 def embed(table: Float[Array, "v d"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """The row of `table` for each token.
 
-    In a compiled program the row of an id out of range is NaN, so that the loss becomes NaN, too.
-
-    Raises:
-        UserError: outside of a compiled program: an id is out of range.
+    In a compiled program the row of an id out of range is NaN, so that the loss becomes NaN, too; outside of one it is
+    a UserError.
     """
     check_tokens(tokens, table.shape[0])
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -15,12 +15,8 @@ Pair = tuple[tuple[int, ...], str]
 
 
 def entries_by_layer(layers: Sequence[str | Pair], num_layers: int) -> list[str]:
-    """The entry of each layer.
-
-    Raises:
-        UserError: no entry is repeated, or more than there are layers, or a pair names no layer, or one that does not
-            exist or that a pair has named before.
-    """
+    """The entry of each layer. Raises a UserError if no entry is repeated, or more than there are layers, or a pair
+    names no layer, or one that does not exist or that a pair has named before."""
     repeated, pairs = split_pattern(layers)
     if not repeated or any(isinstance(pair, str) for pair in pairs):
         raise UserError(f"DecoderConfig.pattern={layers} must begin with entries, such as 'sliding_window+feedforward'")

@@ -284,10 +284,7 @@ def make_optimizer(
 
     `kinds`, a tree like the parameters, says what each parameter is (`layers.basic.Kind`), as `Model.kinds` does; None:
     their names say it (`NAMES`). `factors` multiply the updates of the parameters whose path begins with a name; those
-    of 0 stay fixed.
-
-    Raises:
-      UserError: without `kinds`, at the optimizer's first use, a name that doesn't say what the parameter is.
+    of 0 stay fixed. Without `kinds`, the optimizer's first use raises a UserError if a name doesn't say what it is.
     """
     rate, factors = applied_rate(config, schedule), factors or {}
     if kinds is None and (factors or config.trained != ("*",)):

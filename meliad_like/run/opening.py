@@ -104,17 +104,14 @@ def open_checkpoint(
     mesh: Mesh | Literal["config"] | None = None,
     dtype: ActivationDtype = "float32",
 ) -> OpenedCheckpoint:
-    """Opens a checkpoint folder, or the working folder that it lies in, for reading.
+    """Opens a checkpoint folder, or the working folder that it lies in, for reading. Raises a UserError if there is no
+    usable checkpoint, its vocabulary is missing or was replaced, or the changed model needs other parameters.
 
     Args:
       step: which checkpoint; None: the newest that is not damaged.
       changes: changes of `saved_config`, such as the result of `read_changes`. The model is as in the changed config.
       mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
       dtype: that in which matrices are kept.
-
-    Raises:
-      UserError: there is no usable checkpoint, its vocabulary is missing or was replaced, or the changed model needs
-        other parameters.
     """
     folder = checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:

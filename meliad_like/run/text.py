@@ -44,14 +44,12 @@ class EncodedText(NamedTuple):
 def encode_text(
     vocabulary: Vocabulary, text: str | Sequence[int] | np.ndarray, continues: bool = False, unfinished: bytes = b""
 ) -> EncodedText:
-    """Encodes a text that begins a document or continues another one.
+    """Encodes a text that begins a document or continues another one. Raises a UserError if the vocabulary has no token
+    for one of the characters.
 
     Args:
       text: the text, or its tokens.
       unfinished: the bytes of an incomplete character before the text.
-
-    Raises:
-      UserError: the vocabulary has no token for one of the characters.
     """
     if isinstance(text, str):
         tokens, size = encode_prompt(vocabulary, text, continues), len(text.encode())

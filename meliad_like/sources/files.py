@@ -192,10 +192,8 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
     passed over.
 
     Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`. Links are
-    followed, except to what is below `root` anyway, whose documents would be there twice, perhaps in two splits.
-
-    Raises:
-      UserError: a folder can't be read.
+    followed, except to what is below `root` anyway, whose documents would be there twice, perhaps in two splits. Raises
+    a UserError if a folder can't be read.
     """
 
     def is_included(name: str) -> bool:

@@ -79,11 +79,8 @@ def _splits_in(words: set[str]) -> set[str]:
 def named_splits(
     config: SourceConfig, root: AnyPath, files: Iterable[str], splits_of: Callable[[str], set[str]]
 ) -> dict[str, str]:
-    """The split that each file is named after; empty if names don't assign documents.
-
-    Raises:
-      UserError: only some files are named after splits, or one is named after two.
-    """
+    """The split that each file is named after; empty if names don't assign documents. Raises a UserError if only some
+    files are named after splits, or one is named after two."""
     if config.listed or not config.splits_by_name:
         return {}
     named = {file: splits_of(file) for file in files}

@@ -222,11 +222,8 @@ class VocabularyConfig:
         return fingerprint(settings)
 
     def make(self, texts: Iterable[str] = ()) -> Vocabulary:
-        """Makes the vocabulary; learns it from `texts` if needed.
-
-        Raises:
-          UserError: the model file cannot be read, or the texts do not hold the configured number of pieces.
-        """
+        """Makes the vocabulary; learns it from `texts` if needed. Raises a UserError if the model file cannot be read,
+        or the texts do not hold the configured number of pieces."""
         raise NotImplementedError
 
     @property
@@ -282,11 +279,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def saved_vocabulary_config(folder: Path) -> VocabularyConfig:
-    """The config that loads the vocabulary that `Vocabulary.save` wrote into a folder.
-
-    Raises:
-      UserError: the vocabulary is missing or damaged.
-    """
+    """The config that loads the vocabulary that `Vocabulary.save` wrote into a folder. Raises a UserError if the
+    vocabulary is missing or damaged."""
     path = folder / SETTINGS_NAME
     try:
         settings = read_json(path)

@@ -137,9 +137,7 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
     With `keep_whitespace`, text is taken as it is: the identity as normalisation, no space put before the text, none
     removed, and bytes for characters that are too rare for a piece (Appendix I of arXiv:2203.07852 discusses what
     vocabularies that drop whitespace do to the measures). Ids: 0 unknown, 1 end of document, then 256 bytes, pieces.
-
-    Raises:
-      UserError: the texts do not hold `config.size` pieces.
+    Raises a UserError if the texts do not hold `config.size` pieces.
     """
     keeping = {}
     if config.keep_whitespace:
