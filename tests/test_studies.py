@@ -218,7 +218,7 @@ def test_missing_things_are_named(runs):
     [
         (
             ["curve"],
-            "the first argument must be compare or memory_use or context_curve or gates or memory_map, not 'curve'",
+            "must be compare or memory_use or context_curve or gates or memory_map or protocols, not 'curve'",
         ),
         (
             ["gates", "--other=x"],
