@@ -61,7 +61,7 @@ SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "dtype": (
         "enum",
         "float32",
-        "That in which matrices are kept; bfloat16 takes half of the memory.",
+        "The dtype in which matrices are kept; bfloat16 takes half of the memory.",
         {"enum_values": ["float32", "bfloat16"]},
     ),
     "batch_size": ("integer", 8, "Number of texts that are read at once.", {"lower_bound": 1}),

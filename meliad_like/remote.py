@@ -61,7 +61,7 @@ def absolute(path: epath.PathLike) -> AnyPath:
 
 
 class Version(NamedTuple):
-    """What changes when a file changes."""
+    """The properties of a file that change when its content changes."""
 
     size: int
     """In bytes."""

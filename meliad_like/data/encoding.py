@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
     unscored: tuple[tuple[int, int], ...]
     """Ranges of tokens that cost no loss."""
     contents: tuple[tuple[str, str], ...]
-    """As of the document."""
+    """The names and the contents of files that were read for it (`Document.contents`)."""
 
 
 def encode_all(

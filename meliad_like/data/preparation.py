@@ -239,7 +239,7 @@ def _places(folder: epath.PathLike) -> tuple[Path, Path]:
 
 
 def _work(folder: AnyPath, config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> Work | None:
-    """What is not yet in the token store of these documents and settings in a folder; None: it has all documents."""
+    """The documents that the token store of these settings in a folder lacks; None: it has all of them."""
     if not folder.exists() or not any(folder.iterdir()):
         return Work(folder, None, source.files, config, source, vocabulary)
     if not (folder / STORE_NAME).exists():

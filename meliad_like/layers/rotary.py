@@ -159,7 +159,7 @@ class RotaryTable:
     rotary_base: float
     scaling: RotaryScaling
     longer: float = 1.0
-    """As of `RotaryScaling.wavelengths`."""
+    """The ratio that `RotaryScaling.wavelengths` describes."""
 
     @property
     def wavelengths(self) -> Float[np.ndarray, " half"]:

@@ -71,8 +71,8 @@ def load(
       step: which checkpoint of a training; None: the newest that is not damaged.
       gin_params: bindings that change the model's config, such as `"DecoderConfig.attention_kernel = 'none'"`, as with
         the flag `--gin_param`; one, or several.
-      dtype: that in which matrices are kept. `bfloat16` takes half of the memory, and changes nothing for a model that
-        was published in it.
+      dtype: the dtype in which matrices are kept. `bfloat16` takes half of the memory, and changes nothing for a model
+        that was published in it.
 
     Raises:
       UserError: there is no such model, or it is damaged; or it has no steps; or the changed model needs other

@@ -135,7 +135,7 @@ class Model:
 
     @property
     def sight(self) -> str:
-        """How far the model sees in a document, for people."""
+        """A text for people that says how far the model sees in a document."""
         traits, w = self.config.traits, self.config.window_length
         visible = int(np.max(traits.num_visible(FAR + np.arange(w))))
         limit = f" ({traits.limited_by})" if traits.limited_by else ""

@@ -111,7 +111,7 @@ def open_checkpoint(
       step: which checkpoint; None: the newest that is not damaged.
       changes: changes of `saved_config`, such as the result of `read_changes`. The model is as in the changed config.
       mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
-      dtype: that in which matrices are kept.
+      dtype: the dtype in which matrices are kept.
     """
     folder = checkpoints_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:

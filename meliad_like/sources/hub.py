@@ -95,7 +95,7 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         return any_path(f"hf://datasets/{self.dataset}@{commit}")
 
     def _config_of_card(self, root: AnyPath) -> dict[str, Any]:
-        """What the card says of the configuration; empty if it says nothing of any."""
+        """The fields of the configuration in the card; empty if the card has no configurations."""
         from huggingface_hub import DatasetCard
         from yaml import YAMLError
 

@@ -213,7 +213,7 @@ class Checkpoints:
         return newest
 
     def _find_damage(self, step: int) -> str | None:
-        """As `find_damage`. Warns once about each damaged step."""
+        """The result of `find_damage` in process 0. Warns once about each damaged step."""
         if step not in self._damage:
             damage = find_damage(self.folder / str(step)) if jax.process_index() == 0 else None
             self._damage[step] = agreed(damage, "as process 0 found")

@@ -47,7 +47,7 @@ class WindowAttention(SpanAttention):
         return self._output(mixed, gate)[:, 0], AttentionCache(keys, values, position + 1)
 
     def _heads(self, x: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
-        """As `_project`, of tokens at these offsets in their windows, with positions."""
+        """The results of `_project` with positions, for tokens at these offsets in their windows."""
         query, key, value, gate = self._project(x)
         if self.table is not None:
             # Angles are computed, because a table would be a large constant in every layer's program.
@@ -79,9 +79,9 @@ class WindowAttentionConfig(SpanAttentionConfig):
 
     begins_again: ClassVar[bool] = True
     overlap: int = 0
-    """As of `PretrainedConfig`."""
+    """The number of tokens that a window repeats (`PretrainedConfig.overlap`)."""
     longer: float = 1.0
-    """As of `RotaryScaling.wavelengths`."""
+    """The ratio that `RotaryScaling.wavelengths` describes."""
 
     def table(self, shape):
         table = super().table(shape)
