@@ -18,7 +18,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.backend import keeps_only_named_values, sums_by_products, transposes_before_products
 from meliad_like.layers.sharding import num_parts, own_blocks
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu", "tanh"]
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -303,6 +303,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": jax.nn.gelu,
     "relu": relu,
     "silu": jax.nn.silu,
+    # So et al. 2021.
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "tanh": jnp.tanh,
 }
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -45,23 +44,6 @@ class PlainFeedForward(FeedForwardConfig):
 
     def flops(self, model_width, feedforward_width):
         return Flops.of_products(4 * model_width * feedforward_width)
-
-
-@FEEDFORWARDS.register("squared_feedforward")
-class SquaredFeedForward(FeedForwardConfig):
-    """`relu(x W1)^2 W2` (So et al. 2021)."""
-
-    flops = PlainFeedForward.flops
-
-    def build(self, model_width, feedforward_width, *, bias, rngs):
-        return SquaredNetwork(model_width, feedforward_width, model_width, rngs=rngs, bias=bias)
-
-
-class SquaredNetwork(FeedForward):
-    """A feed-forward network whose hidden layer is squared."""
-
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
-        return self.output(jnp.square(jax.nn.relu(self.hidden(x))))
 
 
 @FEEDFORWARDS.register("gated_feedforward")

@@ -4,6 +4,7 @@ from meliad_like.conversion.published.family import Family, linear, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
 from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, shortest_period
 from meliad_like.errors import UserError
+from meliad_like.layers.feedforward import PlainFeedForward
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.models.decoder import DecoderConfig
 
@@ -14,7 +15,7 @@ ENTRIES = {
     "mamba": "mamba2",
     "full_attention": "dot_product_attention",
     "attention": "dot_product_attention",
-    "mlp": "squared_feedforward",
+    "mlp": "feedforward",
 }
 
 
@@ -65,6 +66,7 @@ class NemotronHFamily(Family):
             head_size=k,
             pattern=shortest_period(entries),
             mixers=tuple(mixers[entry] for entry in sorted(set(entries)) if entry in mixers),
+            feedforwards=(PlainFeedForward("squared_relu"),) * ("feedforward" in entries),
             feedforward_bias=fields("mlp_bias", bool, False),
             logit_scale=1.0,
             norm_epsilon=epsilon,
