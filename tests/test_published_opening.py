@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from published_models import GOLDEN, assert_logits, copied, opened
+from tokenizers import Tokenizer, models, processors
 
 import meliad_like
+from meliad_like.config import read_changes
 from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
+from meliad_like.run.opening import config_for_training
 from meliad_like.vocabularies.base import load_vocabulary
+from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig, train_sentencepiece
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,23 @@ def test_a_text_ends_at_any_of_several_tokens(tmp_path, name):
         lm.vocabulary.fingerprint
         == opened("recurrent_gemma", **{"TokenIdsVocabularyConfig.end_token": ends[0]}).vocabulary.fingerprint
     )
+
+
+def test_a_tokenizer_that_cannot_be_read_may_be_replaced(tmp_path):
+    """By the way that its error names; the token before texts belongs to the tokenizer of the folder."""
+    folder = copied("recurrent_gemma", tmp_path / "folder", {})
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert config_for_training(folder, read_changes((), ())).vocabulary.begin_token == "<s>"
+    with pytest.raises(UserError, match="WordLevel .* SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"):
+        meliad_like.load(folder)
+    texts = ["the river of the night was long and the day was bright " * 50]
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(SentencePieceVocabularyConfig(size=276), texts))
+    bindings = f"SentencePieceVocabularyConfig.model_file = {str(tmp_path / 'tokenizer.model')!r}"
+    changes = read_changes((), ("RunConfig.vocabulary = 'sentencepiece'", bindings))
+    vocabulary = config_for_training(folder, changes).vocabulary.make()
+    assert vocabulary.kind == "sentencepiece" and vocabulary.decode(vocabulary.encode("the river")) == "the river"
 
 
 def test_how_far_a_model_sees_and_the_size_of_its_state_are_said(tmp_path):

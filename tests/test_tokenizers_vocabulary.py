@@ -263,7 +263,7 @@ def test_the_token_that_begins_a_document(tmp_path):
     tokenizer, plain = of_characters()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     tokenizer.save(str(tmp_path / TOKENIZER_NAME))
-    begin = token_before_texts((tmp_path / TOKENIZER_NAME).read_text())
+    begin = token_before_texts(tmp_path)
     vocabulary = config(tmp_path / TOKENIZER_NAME, end_token="<eos>", begin_token=begin).make()
     assert vocabulary.encode("the other").tolist() == tokenizer.encode("the other").ids
     assert vocabulary.encode("the")[0] == 2 and vocabulary.decode(vocabulary.encode("the")) == "the"

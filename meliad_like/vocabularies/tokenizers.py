@@ -118,9 +118,11 @@ class TokenizersVocabulary(Vocabulary):
         if (end := tokenizer.token_to_id(end_token)) is None:
             what = f"has no token {end_token!r}" if end_token else "doesn't say which token ends a text"
             raise UserError(f"the tokenizer {what}: set TokenizersVocabularyConfig.end_token")
-        self._begin = [tokenizer.token_to_id(begin_token)] if begin_token else []
-        if None in self._begin:
-            raise UserError(f"the tokenizer has no token TokenizersVocabularyConfig.begin_token={begin_token!r}")
+        self._begin: list[int] = []
+        if begin_token:
+            if (begin := tokenizer.token_to_id(begin_token)) is None:
+                raise UserError(f"the tokenizer has no token TokenizersVocabularyConfig.begin_token={begin_token!r}")
+            self._begin.append(begin)
         ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
         spelled = _in_characters if (of_characters := _is_of_characters(settings)) else _spelled
         pieces = [b""] * (max(ids.values()) + 1)
@@ -284,9 +286,10 @@ def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
     return tokenizer, end if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is None else DEFAULT_END
 
 
-def token_before_texts(tokenizer_json: str) -> str:
-    """The token that a tokenizer.json puts before every text; "": none, or more than one."""
-    last_step = json.loads(tokenizer_json).get("post_processor") or {}
+def token_before_texts(folder: epath.PathLike) -> str:
+    """The token that the tokenizer.json in a folder puts before every text; "": none, or more than one."""
+    path = any_path(folder) / TOKENIZER_NAME
+    last_step = (read_object(path) if path.exists() else {}).get("post_processor") or {}
     for step in last_step.get("processors", [last_step]):
         match step.get("single"):
             case [{"SpecialToken": {"id": token}}, {"Sequence": _}, *_]:

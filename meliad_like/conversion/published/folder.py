@@ -40,12 +40,7 @@ from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
 from meliad_like.vocabularies.token_ids import TokenIdsVocabularyConfig
-from meliad_like.vocabularies.tokenizers import (
-    TOKENIZER_NAME,
-    TokenizersVocabularyConfig,
-    read_tokenizer,
-    token_before_texts,
-)
+from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig, token_before_texts
 
 SEGMENT = 2048
 """The default number of tokens of a segment of a decoder."""
@@ -184,7 +179,7 @@ def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> Vocabulary
     first, *others = [end for end in fit(ends, tuple[int, ...], f"{path}: eos_token_id") if 0 <= end < size] or [None]
     if any((folder / name).exists() for name in (TOKENIZER_NAME, "vocab.json")):
         stops = () if first is None else (first, *others)
-        begin = token_before_texts(read_tokenizer(folder)[0])
+        begin = token_before_texts(folder)
         sizes = {"model_file": str(folder), "size_multiple": size}
         return TokenizersVocabularyConfig(**sizes, begin_token=begin, stop_tokens=stops)
     return TokenIdsVocabularyConfig(num_tokens=size, end_token=first, stop_tokens=tuple(others))
