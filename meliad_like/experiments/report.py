@@ -69,10 +69,12 @@ class Results(NamedTuple):
         times = " and step times" if "step_time" in self.measures else ""
         compared = COLUMNS["header"][self.table.compared]
         explained = (
-            f"Differences in {compared} (of runs with the same seed){times} are relative to: "
-            f"{_baselines(self)}. ± is the standard error of the mean over the runs. `-` is a figure that is missing, "
-            "or that was not finite in one of the runs."
+            "± is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not "
+            "finite in one of the runs."
         )
+        if baselines := _baselines(self):
+            differences = f"Differences in {compared} (of runs with the same seed){times}"
+            explained = f"{differences} are relative to: {baselines}. {explained}"
         table = _text(self.frame, self.measures, self.table.paper_columns).to_markdown().rstrip()
         grids = [text for grid in self.table.grids if (text := _grid(grid, self))]
         return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained, *grids]) + "\n"
