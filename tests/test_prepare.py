@@ -533,6 +533,25 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
         prepare(TextSource(folder=str(folder)), BYTES, tmp_path / "another", 1)
 
 
+def test_copies_of_training_documents_are_counted(tmp_path, capsys):
+    """Long ones, token for token, in whichever version of the store."""
+    folder, text = tmp_path / "documents", "the same text again\n" * 20
+    folder.mkdir()
+    for name, content in {"a": text, "b": "b" + text[1:], "c": text, "d": "short", "e": "short"}.items():
+        (folder / f"{name}.txt").write_text(content)
+    source = TextSource(folder=str(folder), validation_documents=("b", "d"), test_documents=("c",))
+    prepare(source, BYTES, tmp_path / "store", 1)
+    of_test = (
+        "1 of 1 documents for test are copies of some for training, such as 'c' of 'a', and lower its loss: remove"
+    )
+    warnings = capsys.readouterr().err
+    assert of_test in warnings and "for validation are copies" not in warnings
+    (folder / "f.txt").write_text("b" + text[1:])
+    prepare(source, BYTES, tmp_path / "store", 1)
+    warnings = capsys.readouterr().err
+    assert of_test in warnings and "1 of 2 documents for validation are copies of some for training, such" in warnings
+
+
 @pytest.mark.thorough
 def test_the_hint_of_a_missing_store_is_the_command_that_makes_it(texts, tmp_path):
     """Typed as it stands, in a folder with a space."""

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from meliad_like.caches import cache_folder
 from meliad_like.data.encoding import encode_all, read_all
+from meliad_like.data.split import copies
 from meliad_like.data.split_writer import SplitWriter, repeated_name
 from meliad_like.data.token_store import (
     FORMAT_VERSION,
@@ -416,6 +417,12 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
             raise_it = f"raise SourceConfig.{split}_share ({share} of the documents, at random), or "
             advice = raise_it if source.by_share else ""
             yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
+        elif not store.totals("train").documents:
+            continue
+        elif pairs := copies(documents := store.split(split), train := store.split("train")):
+            number = f"{len(pairs):,} of {len(documents):,} documents for {split}"
+            example = f"{documents.names[pairs[0][0]]!r} of {train.names[pairs[0][1]]!r}"
+            yield f"{number} are copies of some for training, such as {example}, and lower its loss: remove them"
 
 
 def _print_table(store: TokenStore) -> None:

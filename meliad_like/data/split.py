@@ -1,6 +1,7 @@
 """Documents as tokens: a split of a token store, a subset of it, the beginnings of its documents, or all as one."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -181,6 +182,25 @@ def count_words(text: str) -> int:
     begins = range(0, len(text), PIECE)
     in_two = sum(not (text[begin - 1].isspace() or text[begin].isspace()) for begin in begins[1:])
     return sum(len(text[begin : begin + PIECE].split()) for begin in begins) - in_two
+
+
+SHORTEST_COPY = 256
+"""The number of tokens from which on equal documents count as copies: short ones, such as notices, may be equal."""
+
+
+def copies(documents: Documents, others: Documents) -> list[tuple[int, int]]:
+    """The indices of each document that is also one of the others, token for token, and of the last such other."""
+
+    def sizes(part: Documents) -> Int[np.ndarray, " documents"]:
+        return np.where(part.lengths < SHORTEST_COPY, -1, part.lengths << 24 ^ part.num_words)
+
+    def hashes(part: Documents, sought: Int[np.ndarray, " documents"]) -> dict[int, bytes]:
+        # Only documents of equal sizes are read.
+        members = np.flatnonzero(np.isin(sizes(part), sought[sought >= 0])).tolist()
+        return {i: hashlib.sha256(part.tokens(i, 0, int(part.lengths[i])).data).digest() for i in members}
+
+    places = {value: i for i, value in hashes(others, sizes(documents)).items()}
+    return [(i, places[value]) for i, value in hashes(documents, sizes(others)).items() if value in places]
 
 
 def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
