@@ -29,7 +29,7 @@ STRATEGIES = {
 def bias_of(name):
     """The bias of distances as a function of the reference's parameters, and these."""
     config, names = STRATEGIES[name]
-    graph, fresh = nnx.split(config.build(16, 2, 24, rngs=nnx.Rngs(0)), nnx.Param)
+    graph, fresh = nnx.split(config.build(16, 2, rngs=nnx.Rngs(0)), nnx.Param)
     within = f"{name}/params/" + ("_wrapped_module/" if "alibi" in name else "")
     params = {theirs: ARRAYS[within + theirs] for theirs in names.values()}
     assert {n: x.shape for n, x in nnx.to_pure_dict(fresh)["by_distance"].items()} == {
@@ -70,7 +70,7 @@ def test_the_change_of_basis_is_the_references():
 
 
 def test_rotary_with_the_unit_of_the_reference():
-    rotary = Rotary(unit="pi").build(16, 2, 24, rngs=nnx.Rngs(0))
+    rotary = Rotary(unit="pi").build(16, 2, rngs=nnx.Rngs(0))
     for tile in ("tile", "melodi", "decode"):
         *_, offset = ARRAYS[f"{tile}/queries_keys_offset"]
         for what, first in (("keys", -offset), ("queries", 0)):
@@ -94,7 +94,7 @@ def test_a_limit_of_yarn_may_lie_beyond_the_last_pair():
 
 
 def test_alibi_as_published():
-    module = Alibi().build(4, 2, 24, rngs=nnx.Rngs(0))
+    module = Alibi().build(4, 2, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(module.bias(2, 3), [[-(2**-4), -(2**-3), -3 * 2**-4], [-(2**-8), -(2**-7), -3 * 2**-8]])
 
 
