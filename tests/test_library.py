@@ -51,6 +51,7 @@ def test_a_text_in_two_parts_has_the_scores_of_the_whole(lm, length):
     parts = np.concatenate([first.log_probabilities, second.log_probabilities])
     np.testing.assert_allclose(parts, whole.log_probabilities, atol=1e-5)
     assert second.state.num_tokens == len(TEXT)
+    assert re.fullmatch(rf"State\(after {len(TEXT)} tokens, [\d,]+ bytes\)", repr(second.state))
 
 
 def test_bits_per_byte_are_those_of_the_evaluation(states):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -25,9 +26,9 @@ class State:
     their memory, which is kept as long as one of them; `copy` separates a state from its batch.
     """
 
-    opened: OpenedCheckpoint = dataclasses.field(repr=False)
+    opened: OpenedCheckpoint
     """The model."""
-    batch: GenerationState = dataclasses.field(repr=False)
+    batch: GenerationState
     """The states of the batch in which the text was read."""
     lane: int = 0
     """The index of this state in the batch."""
@@ -43,6 +44,10 @@ class State:
     def num_tokens(self) -> int:
         """The number of tokens of the text."""
         return int(self.batch.num_read[self.lane] + (self.batch.token[self.lane] != NO_TOKEN))
+
+    def __repr__(self) -> str:
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.batch.carry)) // len(self.batch.token)
+        return f"State(after {self.num_tokens:,} tokens, {num_bytes:,} bytes)"
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
