@@ -75,6 +75,7 @@ SHARES = {
     "test_export.py": 2,
     "test_generation.py": 6,
     "test_gin_files.py": 6,
+    "test_golden_llama.py": 3,
     "test_gradients.py": 12,
     "test_harness.py": 3,
     "test_history_commands.py": 3,

@@ -123,6 +123,7 @@ def mean_square(x):
     return float(jnp.mean(jnp.square(x)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options"), [("tpu", {}), ("tpu", {"widest": 8}), ("gpu", {})])
 def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention(name, options):
     """On average over several draws: in the smallest arrays of one draw, single numbers decide."""

@@ -69,6 +69,7 @@ def test_outputs_and_gradients_equal_the_shared_attention(seed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
     """On average over several draws, as for the window."""
 
@@ -90,6 +91,7 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
     ("mask_empty_cache", "gate", "cell", "feedback"),
     [(False, "lstm", "dual", None), (True, "fixed", "single", "all")],
 )
+@pytest.mark.thorough
 def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, cell, feedback):
     b, c, w = 2, 3, DECODER.window_length
     tokens = jax.random.randint(jax.random.key(0), (2, b, c * w), 0, 32)

@@ -41,6 +41,7 @@ def attend(model, params, tokens, low):
     return model.bind(params).final_norm(layer.feedforward(z, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("piece", [3, 2048])
 @pytest.mark.parametrize("horizon", ["tokens", "segment"])
 def test_several_pieces_and_segments_are_attention_to_all_tokens(piece, horizon, monkeypatch):

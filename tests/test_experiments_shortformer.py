@@ -125,6 +125,7 @@ def test_rows_are_evaluated_as_one_stream(trained):
     assert min(staged["single_tokens_per_second"], cached["single_tokens_per_second"]) > 0
 
 
+@pytest.mark.thorough
 def test_steps_of_stages_are_timed_and_mixed(trained):
     timing = json.loads((trained.folder / "step_time.json").read_text())["rows"]
     assert set(timing) == {"staged_128_50", "infused_cache_512"}

@@ -90,6 +90,7 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeyp
     assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
 
 
+@pytest.mark.thorough
 def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypatch):
     """To 1e-5, gradients too: groups of keys, a cache, a document that begins inside, and a span that ends inside."""
     monkeypatch.setitem(kernel_check.ERRORS, "float32", 1e-5)
@@ -151,6 +152,7 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
         assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
     config = dataclasses.replace(CONFIG, pattern=("rg_lru",), position=Rotary())
     (right, fits), for_tpus = SCANS["interpreted"], functools.partial(SCANS["tpu"][0], interpret=True)

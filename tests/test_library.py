@@ -77,6 +77,7 @@ def test_a_state_is_continued_any_number_of_times(states, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, states.resume(tmp_path / "book.npz").batch_of_one, book.batch_of_one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lstm:dual", "slide"])
 def test_writing_is_compiled_once(name, tmp_path, caplog):
     opened = language_model(CONFIGS[name]).opened

@@ -163,6 +163,7 @@ def parse(store, *more):
     return config.parse(["size/tiny.gin", "block_recurrent/fixed_skip.gin", "task/memory_map.gin"], bindings)
 
 
+@pytest.mark.thorough
 def test_losses_are_not_by_byte(store, tmp_path, capsys):
     """Only answers cost loss, and the bytes are those of everything that is read."""
     run = parse(store, "TrainingConfig.num_steps = 1", "TrainingConfig.evaluate_every = 1", "MeshConfig.data = 1")

@@ -268,6 +268,7 @@ def compiled_losses_and_gradient(model):
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lstm:dual", "scanned", pytest.param("feedback", marks=pytest.mark.exhaustive)])
 def test_what_is_computed_otherwise_on_accelerators_is_the_same(name, monkeypatch):
     """Losses and gradients of the formulations that accelerators get, run on the CPU."""

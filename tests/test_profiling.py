@@ -9,6 +9,7 @@ from meliad_like.errors import UserError
 from meliad_like.training.loop import parse_steps
 
 
+@pytest.mark.thorough
 def test_the_steps_that_are_asked_for_are_traced(tmp_path, capsys):
     bindings = [
         *tiny_run.make_bindings(tmp_path),

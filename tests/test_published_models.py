@@ -184,6 +184,7 @@ def test_a_position_in_a_document_may_be_any_number():
         np.testing.assert_array_equal(one_way(far), one_way(carry))
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_tokenizer_reads_token_ids_alone(tmp_path):
     lm = opened("mamba2")
     with pytest.raises(UserError, match="has no tokenizer: give it token ids, not a text"):
@@ -224,6 +225,7 @@ def test_a_state_has_one_size_and_is_continued_in_another_process(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "scores.npy"), here)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
 def test_matrices_stay_in_bfloat16_for_reading(name):
     """Those of a file in bfloat16 lose nothing, nor do vectors of tokens that are multiplied by a factor."""

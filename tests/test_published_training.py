@@ -46,6 +46,7 @@ def of_bytes(tmp_path_factory):
     return folder, [*others, *more, *steps]
 
 
+@pytest.mark.thorough
 def test_the_first_loss_of_a_training_is_that_of_transformers():
     lm, expected = opened("recurrent_gemma"), np.load(GOLDEN / "recurrent_gemma" / "expected.npz")
     ids, mask = padded(expected["ids"]), np.tile(np.arange(PADDED) < 69, (2, 1))

@@ -228,12 +228,14 @@ def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
     test_rg_lru.test_gradients_are_those_of_the_released_code(name)
 
 
+@pytest.mark.thorough
 def test_the_rg_lru_in_kernels_is_exact_with_extreme_gates_and_in_bfloat16(interpreted):
     for dtype in "float32", "bfloat16":
         test_rg_lru.test_extreme_gates(dtype)
     test_rg_lru.test_bfloat16_is_as_exact_as_the_released_code()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", released.IN_BFLOAT16)
 def test_bfloat16_is_as_exact_as_the_released_code(interpreted, name):
     released.test_bfloat16_is_as_exact_as_the_released_code(name)

@@ -216,6 +216,7 @@ def test_what_depends_on_what():
     np.testing.assert_array_equal(depends(3 * W + 2), (np.arange(4 * W) >= 3 * W) & (np.arange(4 * W) <= 3 * W + 2))
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_one_window():
     def temporaries(windows, **changes):
         model, _ = make(**RECURRENT, **changes)
@@ -255,6 +256,7 @@ def gradient(architecture, **changes):
     return jax.jit(jax.grad(loss))(params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["dots", "layers"])
 def test_what_is_computed_again_gives_the_same_gradient(remat):
     again, once = gradient("gpt2", remat=remat), gradient("gpt2")
@@ -263,6 +265,7 @@ def test_what_is_computed_again_gives_the_same_gradient(remat):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_of_rounded_numbers(architecture):
     exact, rounded = gradient(architecture), gradient(architecture, matmul_dtype="bfloat16")

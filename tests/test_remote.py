@@ -203,6 +203,7 @@ def test_a_bucket_that_refuses_to_be_written_to(bindings, bucket, tmp_path):
         train(parse(bindings), "gs://bucket/run")
 
 
+@pytest.mark.thorough
 def test_a_bucket_that_fails_under_a_run(bindings, bucket):
     """Earlier checkpoints are still there, and the same command resumes."""
     run = parse(bindings)

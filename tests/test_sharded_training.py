@@ -35,6 +35,7 @@ def take_step(setup, step, state, i):
     ],
     ids=["with dropout", "in parts, along the sequence"],
 )
+@pytest.mark.thorough
 def test_sharded_equals_unsharded(bindings, files, params, meshes):
     """Every step begins with the same state on all meshes, because rounding grows from step to step."""
 

@@ -64,6 +64,7 @@ def one_device():
     return losses, states
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=2, tensor=2)])
 def test_sharded_equals_unsharded(one_device, mesh):
     """Every step begins with the same state, because rounding grows from step to step."""

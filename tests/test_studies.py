@@ -88,6 +88,7 @@ def test_protocols_side_by_side(runs, tmp_path):
         protocols.run(StudyRequest(runs("fixed_skip")), protocol=("segments",), stride=4)
 
 
+@pytest.mark.thorough
 def test_clearing_is_an_evaluation_with_cleared_states(runs, tmp_path):
     make(memory_use, runs("fixed_skip"), tmp_path, {"every": 32, "kind": ("shuffled", "cleared")})
     saved = json.loads((tmp_path / "summary.json").read_text())

@@ -231,6 +231,7 @@ def test_a_working_folder_of_another_run(bindings, tmp_path):
     changed.write_text(text)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_the_version_of_its_store(tmp_path, capsys):
     """Bit for bit, when documents were added after it began; another run reads all of them."""
     bindings = [

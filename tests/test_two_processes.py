@@ -112,6 +112,7 @@ def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
     assert_steps_of_one_process(bindings, tmp_path, 2, num_steps)
 
 
+@pytest.mark.thorough
 def test_a_mistake_ends_both_at_once(bindings, one):
     other = command([*bindings, "RecurrentStates.gate = 'lstm'"], f"--workdir={one}")
     statuses, results = finish(start_two(other))
