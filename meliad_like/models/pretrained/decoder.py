@@ -134,7 +134,7 @@ class PretrainedDecoder(BaseDecoder):
             if isinstance(node, Linear):
                 node.matmul_dtype = config.matmul_dtype
                 # As these models begin.
-                node.kernel[...] = normal(rngs.params(), node.kernel.shape)
+                node.kernel = node.kernel.replace(normal(rngs.params(), node.kernel.shape))
 
     def embed(self, tokens, position, dropout_key):
         # Rounded after the lookup, so that gradients, which are sums of many small terms, are float32.
