@@ -133,8 +133,8 @@ class PretrainedDecoder(BaseDecoder):
         for _, node in list(nnx.iter_graph(self.layers)):
             if isinstance(node, Linear):
                 node.matmul_dtype = config.matmul_dtype
-                # As these models begin.
-                node.kernel = node.kernel.replace(normal(rngs.params(), node.kernel.shape))
+                # As these models begin. `replace` keeps the class, which its annotation doesn't say.
+                node.kernel = node.kernel.replace(normal(rngs.params(), node.kernel.shape))  # type: ignore[assignment]
 
     def embed(self, tokens, position, dropout_key):
         # Rounded after the lookup, so that gradients, which are sums of many small terms, are float32.
