@@ -133,7 +133,8 @@ def prepare(
             _write_version(Path(work.folder), work, num_workers, for_training, parts)
             shutil.rmtree(parts, ignore_errors=True)
     store = TokenStore(folder)
-    for warning in _warnings(source, opened, store):
+    # Copies are looked for once: where documents are small, many must be compared.
+    for warning in (*_warnings(source, opened, store), *(_warnings_of_copies(store) if work else ())):
         CONSOLE.print(warning, style="yellow")
     _print_table(store)
     return store
@@ -417,9 +418,14 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
             raise_it = f"raise SourceConfig.{split}_share ({share} of the documents, at random), or "
             advice = raise_it if source.by_share else ""
             yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
-        elif not store.totals("train").documents:
+
+
+def _warnings_of_copies(store: TokenStore) -> Iterator[str]:
+    for split in ("validation", "test"):
+        if not (store.totals(split).documents and store.totals("train").documents):
             continue
-        elif pairs := copies(documents := store.split(split), train := store.split("train")):
+        documents, train = store.split(split), store.split("train")
+        if pairs := copies(documents, train):
             number = f"{len(pairs):,} of {len(documents):,} documents for {split}"
             example = f"{documents.names[pairs[0][0]]!r} of {train.names[pairs[0][1]]!r}"
             yield f"{number} are copies of some for training, such as {example}, and lower its loss: remove them"
