@@ -43,7 +43,10 @@ setup(
         # Modules that register kinds when they are imported (meliad_like/registry.py).
         "meliad_like.kinds": [
             "ancient_history = meliad_like.history.config",
+            "melodi = meliad_like.families.melodi",
             "memory_tasks = meliad_like.studies.memory_source",
+            "pretrained = meliad_like.families.pretrained",
+            "shortformer = meliad_like.families.shortformer",
         ],
     },
     extras_require={

@@ -14,12 +14,12 @@ import numpy as np
 from absl import app, flags
 from rich.console import Console
 
+from meliad_like.families.melodi import MelodiConfig
 from meliad_like.generation.streaming import GenerationState, Generator, SamplingConfig
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.tables import Table
 from meliad_like.vocabularies.dictionary import DictionaryVocabulary

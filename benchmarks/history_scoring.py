@@ -13,12 +13,12 @@ import time
 import jax
 import numpy as np
 
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 
 VOCABULARY_SIZE = 512
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from tpu_clock import clock_step
 
 from meliad_like import config
-from meliad_like.models.melodi import decoder as melodi
+from meliad_like.families.melodi import decoder as melodi
 from meliad_like.planning.topology import open_topology
 from meliad_like.tables import Table
 

@@ -15,9 +15,9 @@ from typing import cast
 import jax
 import numpy as np
 
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.run.opening import open_checkpoint
 
 WINDOWS = 5

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from meliad_like import config
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import Batch
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.optimization.optimizers import make_optimizer
 from meliad_like.optimization.schedules import make_schedule
 from meliad_like.training.step import init_state, make_train_step

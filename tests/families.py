@@ -7,6 +7,9 @@ from decoders import with_mixer
 
 from meliad_like.config import RunConfig
 from meliad_like.data.readers import LanesReaderConfig
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
+from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.library import LanguageModel
 from meliad_like.mixers.dot_product_attention import DotProductAttention, LocalAttention
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -15,9 +18,6 @@ from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import ByteVocabulary
 

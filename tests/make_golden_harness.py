@@ -21,8 +21,8 @@ from harness_items import Item, items
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.pretrained import convert_to_huggingface
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import write_checkpoint
 from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
 

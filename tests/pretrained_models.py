@@ -12,8 +12,8 @@ from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.conversion.published.family import to_tensors
 from meliad_like.conversion.published.folder import described, open_published, write_published
 from meliad_like.conversion.published.windows import config_json
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import ByteVocabulary
 from meliad_like.vocabularies.token_ids import TokenIdsVocabulary

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pandas as pd
 
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.selectors.inputs import make_inputs
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params
 from meliad_like.history.selectors.training import SelectorTraining
@@ -14,7 +15,6 @@ from meliad_like.history.settings import HistoryConfig, SelectorConfig, Selector
 from meliad_like.history.spans import Layout, candidates, is_scored, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.optimization.optimizers import Adam
 from meliad_like.vocabularies.base import ByteVocabulary
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meliad_like.models.shortformer import AdaptiveVocabulary, ShortformerConfig
+from meliad_like.families.shortformer import AdaptiveVocabulary, ShortformerConfig
 
 V, D = 40, 16
 

@@ -23,11 +23,11 @@ from meliad_like.conversion.meliad import (
 )
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
+from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Alibi, NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import open_checkpoint
 from meliad_like.vocabularies.base import BytesVocabularyConfig

@@ -15,11 +15,11 @@ from tiny_run import environment
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.studies.interventions import cleared
 
 LENGTHS = [3, 70, 1, 17, 18, 33, 9, 2, 21, 40]

@@ -17,8 +17,8 @@ from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.report import gather, result_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.table import Scale, configure
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.vocabularies.tokenizers import TokenizersVocabularyConfig
 
 TABLE = SUBJECTS["recurrence"]

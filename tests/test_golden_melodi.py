@@ -9,10 +9,10 @@ from golden_arrays import assert_gradients, below, compared_segments, train_eigh
 
 from meliad_like.conversion.meliad import from_meliad, to_meliad
 from meliad_like.data.batch import Batch
+from meliad_like.families.melodi import MelodiConfig
+from meliad_like.families.melodi.decoder import MelodiCarry
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import MelodiConfig
-from meliad_like.models.melodi.decoder import MelodiCarry
 from meliad_like.models.model import Model
 
 GOLDEN = Path(__file__).parent / "golden"

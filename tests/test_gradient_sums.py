@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from meliad_like.families.shortformer import AdaptiveVocabulary, ShortformerConfig
 from meliad_like.layers.attention import unit_query
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.mixers.recurrent_states import FixedGate
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.shortformer import AdaptiveVocabulary, ShortformerConfig
 
 COUNT, SMALL = 4096, 0.01
 HALF = jnp.bfloat16

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from fake_split import FakeSplit
 
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history import evaluation as report
 from meliad_like.history.evaluation import BASELINE, SUMS, Evaluation, evaluate
 from meliad_like.history.evaluation import read_strides as read_document
@@ -19,7 +20,6 @@ from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, Window
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="\n", first_selection=1)
 SEPARATOR = 3

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.gains import Candidates, SpanGains, TargetLosses
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, Window, candidates, strides
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 
 CONFIG = HistoryConfig(window_length=20, history_length=8, span_length=4, stride=4, separator="")
 PRETRAINED = PretrainedConfig(

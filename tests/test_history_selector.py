@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.history.selectors.model import Selector, encoder_config, encoder_params, score
 from meliad_like.history.settings import SelectorConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 
 VOCABULARY = 19
 DECODERS = {

@@ -11,6 +11,7 @@ LEVELS = [
     {"experiments"},
     {"history"},
     {"studies", "planning", "conversion"},
+    {"families"},
     {"library"},
     {"run"},
     {"evaluation", "generation"},

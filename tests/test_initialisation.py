@@ -10,11 +10,11 @@ import pytest
 from decoders import with_mixer
 
 from meliad_like.conversion.meliad import to_meliad
+from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 
 GOLDEN = Path(__file__).parent / "golden"

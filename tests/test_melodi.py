@@ -20,9 +20,9 @@ from ways import (
 
 from meliad_like import config
 from meliad_like.errors import UserError
+from meliad_like.families.melodi import MelodiConfig
+from meliad_like.families.melodi.decoder import toeplitz
 from meliad_like.mixers.positions import Rotary
-from meliad_like.models.melodi import MelodiConfig
-from meliad_like.models.melodi.decoder import toeplitz
 from meliad_like.models.model import Model
 from meliad_like.studies import interventions
 

@@ -6,7 +6,7 @@ from meliad_like import config
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
-from meliad_like.models.melodi import MelodiConfig
+from meliad_like.families.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.optimization.schedules import CosineSchedule
 from meliad_like.registry import configs_in

@@ -33,6 +33,7 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
+from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mesh import MeshConfig, carry_shardings, lane_sharding, make_mesh, parameter_shardings
 from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.mixers.dense_memory import DenseMemory
@@ -47,7 +48,6 @@ from meliad_like.mixers.retention import Retention
 from meliad_like.mixers.rg_lru import RGLRU
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.melodi import MelodiConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
 from meliad_like.studies import states

@@ -26,6 +26,8 @@ from ways import (
 )
 
 from meliad_like.conversion.meliad import to_meliad
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.layers.attention import attend, attend_window, ring_square, unit
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -33,8 +35,6 @@ from meliad_like.mixers.positions import NoPosition, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model, groups_of
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.shortformer import ShortformerConfig
 
 SIZES = {
     "num_layers": 2,

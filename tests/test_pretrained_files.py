@@ -14,9 +14,9 @@ from numpy_pretrained import NumpyLlama, window
 from pretrained_models import FOLDER, LLAMA_CONFIG, Pretrained, read, read_published, tensors, write_windows
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.layers.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.recurrence import WindowSummary
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 

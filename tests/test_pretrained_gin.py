@@ -9,9 +9,9 @@ import pytest
 import shipped
 
 from meliad_like import config
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 
 SIZES = ("gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "smollm2_135m")
 # FLOPs per token of tables 1 and 2, in 1e8. The paper rounds 2.625 to 2.62.

@@ -18,10 +18,10 @@ from meliad_like.data.readers import READERS
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.generation.streaming import Generator, SamplingConfig
 from meliad_like.library import load
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.run.opening import config_for_training, open_checkpoint, saved_config
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.vocabularies.tokenizers import read_tokenizer

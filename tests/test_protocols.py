@@ -10,11 +10,11 @@ import pytest
 from fake_split import FakeSplit
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.shortformer import ShortformerConfig
 from meliad_like.studies.protocols import evaluate, sliding_windows
 
 W, V = 4, 40

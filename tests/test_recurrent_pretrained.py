@@ -14,10 +14,10 @@ from numpy_pretrained import NumpyGPT2, NumpyLlama, document
 from pretrained_models import tensors
 
 from meliad_like.data.readers import LanesReader
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.generation.reading import read_while_decoding
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.studies.interventions import part_names
 
 V, W = 40, 8

@@ -23,9 +23,9 @@ from ways import (
 )
 
 from meliad_like.errors import UserError
+from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
-from meliad_like.models.shortformer import ShortformerConfig
 
 PIA = ShortformerConfig(
     num_layers=2,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meliad_like.models.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.studies.compare import compare
 from meliad_like.studies.readings import ModelLosses
 from meliad_like.studies.units import Units, categories, is_title, make_units

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
+from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.layers.basic import embed
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
-from meliad_like.models.shortformer import ShortformerConfig
 
 V, W = 64, 4
 SIZES = {"num_layers": 1, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 8, "window_length": W}

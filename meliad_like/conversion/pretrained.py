@@ -15,9 +15,9 @@ from meliad_like.conversion.published.folder import config_of_published, open_pu
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
 from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.remote import any_path, from_hub, write_whole
 from meliad_like.resumable import read_json, write_json
 from meliad_like.run.opening import (

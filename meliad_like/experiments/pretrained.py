@@ -5,7 +5,7 @@ from typing import Any
 
 from meliad_like import config
 from meliad_like.errors import UserError
-from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.families.pretrained.config import DECODER_FIELDS, PretrainedConfig
 from meliad_like.run.opening import VOCABULARY_FOLDER, checkpoints_folder, saved_config
 from meliad_like.vocabularies.base import VOCABULARIES, saved_vocabulary_config
 from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig

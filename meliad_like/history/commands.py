@@ -14,6 +14,7 @@ from rich.console import Console
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history import evaluation as report
 from meliad_like.history.evaluation import VERSION
 from meliad_like.history.gains import Candidates
@@ -26,7 +27,6 @@ from meliad_like.history.selectors.scorer import open_selectors
 from meliad_like.history.selectors.training import SelectorTraining
 from meliad_like.history.spans import Stride, candidates, whole_documents
 from meliad_like.history.stride_store import WITHOUT_EFFECT, StoreInfo, StrideStore, fingerprint
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.registry import fingerprint as fingerprint_of_values
 from meliad_like.remote import write_whole
 from meliad_like.resumable import check_same, write_json

@@ -14,8 +14,8 @@ import numpy as np
 from meliad_like.config import fit
 from meliad_like.conversion.parameters import fill
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.decoder import DecoderConfig
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.training.checkpoints import named_arrays
 
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("windows.toml").read_text())

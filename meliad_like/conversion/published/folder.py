@@ -32,10 +32,10 @@ from meliad_like.conversion.tensor_files import (
 )
 from meliad_like.data.readers import LanesReaderConfig, WindowsReaderConfig
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config

@@ -15,9 +15,9 @@ from meliad_like.conversion.published.family import TABLES, Fields
 from meliad_like.conversion.published.parts import ROTARY
 from meliad_like.conversion.tensor_files import opened, read_tensor, save_tensors
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import DECODER_FIELDS, PretrainedConfig
+from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
-from meliad_like.models.pretrained.config import DECODER_FIELDS, PretrainedConfig
-from meliad_like.models.pretrained.recurrence import WindowSummary
 from meliad_like.resumable import parse_json
 
 ACTIVATIONS: dict[str, str] = {theirs: ours for ours, names in TABLES["activations"].items() for theirs in names}

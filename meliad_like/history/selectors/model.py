@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.settings import SelectorConfig
 from meliad_like.layers.basic import fan_in
 from meliad_like.models.model import Model
-from meliad_like.models.pretrained.config import PretrainedConfig
 
 Params = dict[str, Any]
 

@@ -18,13 +18,13 @@ from jax.sharding import SingleDeviceSharding
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, make_inputs
 from meliad_like.history.selectors.model import Params, Selector, score
 from meliad_like.history.settings import HistoryConfig, HistorySettings
 from meliad_like.history.spans import Ends, Scores, Stride, Tokens
 from meliad_like.history.stride_store import fingerprint
-from meliad_like.models.pretrained.config import PretrainedConfig
 from meliad_like.resumable import check_same, read_json
 from meliad_like.run.opening import VOCABULARY_FOLDER
 from meliad_like.training.checkpoints import Checkpoints

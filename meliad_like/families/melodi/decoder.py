@@ -18,6 +18,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.families.melodi.config import MelodiConfig
 from meliad_like.layers.attention import attend, merge_heads
 from meliad_like.layers.basic import (
     Linear,
@@ -33,7 +34,6 @@ from meliad_like.layers.lanes import at_lanes
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer, ResidualFeedForward, Stack
-from meliad_like.models.melodi.config import MelodiConfig
 
 small = jax.nn.initializers.truncated_normal(0.25)
 

@@ -13,6 +13,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.families.pretrained.attention import INSERTED
+from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.families.pretrained.recurrence import Recurrence
 from meliad_like.layers.basic import (
     LINEAR,
     LayerNorm,
@@ -36,9 +39,6 @@ from meliad_like.mixers.dot_product_attention import AttentionCache, DotProductA
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer
 from meliad_like.models.model import BaseDecoder, DecoderCarry, apply_layers, block_offset, block_positions, groups_of
-from meliad_like.models.pretrained.attention import INSERTED
-from meliad_like.models.pretrained.config import PretrainedConfig
-from meliad_like.models.pretrained.recurrence import Recurrence
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros

@@ -7,6 +7,8 @@ import numpy as np
 from jaxtyping import Int
 
 from meliad_like.errors import UserError
+from meliad_like.families.pretrained.attention import WindowAttentionConfig
+from meliad_like.families.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.layers.basic import Activation
 from meliad_like.layers.feedforward import FeedForwardConfig, GatedFeedForward, PlainFeedForward
 from meliad_like.layers.flops import Flops
@@ -15,8 +17,6 @@ from meliad_like.mixers.base import DecoderShape
 from meliad_like.mixers.positions import NoPosition
 from meliad_like.models.config import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
 from meliad_like.models.model import block_offset
-from meliad_like.models.pretrained.attention import WindowAttentionConfig
-from meliad_like.models.pretrained.recurrence import RECURRENCES, WindowSummary
 from meliad_like.registry import bound_values, kind_field, resumable, size
 from meliad_like.validation import check_positive, layer_indices
 
