@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 
@@ -97,6 +98,20 @@ def test_reading_is_decoding_token_by_token(make_generator, opened, prompt, leng
     logits = [decode(opened.model, opened.params, last, carry)[0] for carry in (reading.carry, carry)]
     np.testing.assert_allclose(*logits, atol=1e-5)
     assert (reading.num_read[0], reading.token[0]) == (length - 1, last[0])
+
+
+def test_no_memory_is_copied_for_a_token(make_generator, prompt):
+    """A block's last token replaces the keys that tokens read. XLA copies them at every token if a read may follow."""
+    generator = make_generator()
+    state = generator.read(generator.begin(0), [prompt[:6]])
+    write = generator._write_tokens
+    program = write.func.lower(
+        *write.args, state.carry, state.token, state.key, np.array([True]), 8, **write.keywords
+    ).compile()
+    shapes = {x.shape for x in jax.tree.leaves(state.carry) if x.ndim > 2}
+    (loop,) = (part for part in re.split(r"\n(?=%|ENTRY)", program.as_text()) if " conditional(" in part)
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", loop)
+    assert shapes.isdisjoint({tuple(map(int, dims.split(","))) for dims in copied})
 
 
 def test_a_prompt_in_pieces_is_the_prompt(make_generator, prompt):

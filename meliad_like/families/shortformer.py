@@ -196,7 +196,7 @@ class ShortformerLayer(Layer):
         visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
         mixed = attend(self._query(inputs[:, None], place), carry.key, carry.value, mask=visible[:, None, None, :])
         x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
-        return x, at_lanes(offset == w - 1, self._end_block, carry)
+        return at_lanes(offset == w - 1, self._end_block, x, carry)
 
     def begin_decoding(self, carry):
         """The carry with the keys and values of the cached inputs, which are projected once for the block."""

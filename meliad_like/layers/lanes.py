@@ -4,11 +4,13 @@ A carry is a pytree of arrays with the lane axis first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+Result = TypeVar("Result")
 
 
 @jax.jit
@@ -71,8 +73,16 @@ def _has_backup(part: Any) -> bool:
     return isinstance(part, HasBackup)
 
 
-def at_lanes(flags: Bool[Array, " b"], function: Callable[[Any], Any], carry: Any) -> Any:
-    """`function(carry)` for the flagged lanes, and `carry` for the others; not computed without a flagged lane."""
-    return jax.lax.cond(
-        jnp.any(flags), lambda carry: choose_lanes(flags, function(carry), carry), lambda carry: carry, carry
-    )
+def at_lanes(
+    flags: Bool[Array, " b"], function: Callable[[Any], Any], result: Result, carry: Any
+) -> tuple[Result, Any]:
+    """Changes flagged lanes of a carry to those of `function(carry)`, which is not computed without a flagged lane.
+
+    `result`, which was read of the carry, is returned unchanged. It passes through the branch, so that all that reads
+    the carry comes before it changes: otherwise XLA copies the carry, for every token.
+    """
+
+    def change(result, carry):
+        return jax.lax.optimization_barrier(result), choose_lanes(flags, function(carry), carry)
+
+    return jax.lax.cond(jnp.any(flags), change, lambda *unchanged: unchanged, result, carry)

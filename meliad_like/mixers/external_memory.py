@@ -90,7 +90,7 @@ class MemoryAttention(Mixer):
         hits = self.lookup.find(inputs.query, carry.memory, carry.position)
         mixed = self._mix(window, self.lookup.attend(hits, carry.memory.value))
         ends = (context.positions + 1) % self.shape.window_length == 0
-        return merge_heads(mixed)[:, 0], at_lanes(ends, self._end_block, carry._replace(window=cache))
+        return at_lanes(ends, self._end_block, merge_heads(mixed)[:, 0], carry._replace(window=cache))
 
     def _end_block(self, carry: MemoryCarry) -> MemoryCarry:
         block = Memory(carry.window.key, carry.window.value)

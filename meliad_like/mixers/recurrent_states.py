@@ -315,9 +315,7 @@ class StateRecurrence(Mixer):
         window, _, cache = self.window.attend_token(x, carry.window)
         read = self.reader(x[:, None], carry.heads.keys)
         ends = (context.positions + 1) % self.shape.window_length == 0
-        # What is read of the carry is read before it changes, or XLA copies it for every token.
-        mixed, carry = jax.lax.optimization_barrier((merge_heads(window, read)[:, 0], carry._replace(window=cache)))
-        return mixed, at_lanes(ends, self._end_block, carry)
+        return at_lanes(ends, self._end_block, merge_heads(window, read)[:, 0], carry._replace(window=cache))
 
     def _end_block(self, carry: StatesCarry) -> StatesCarry:
         block = KeysAndValues(carry.window.key, carry.window.value)

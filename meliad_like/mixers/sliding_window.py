@@ -232,10 +232,11 @@ class WindowAttention(Mixer):
 
     def step(self, x, context, carry):
         mixed, _, carry = self.attend_token(x, carry)
+        mixed = merge_heads(mixed)[:, 0]
         if self.heads.position.changes_keys:
             ends = (context.positions + 1) % self.shape.window_length == 0
-            carry = at_lanes(ends, self.begin_decoding, carry)
-        return merge_heads(mixed)[:, 0], carry
+            return at_lanes(ends, self.begin_decoding, mixed, carry)
+        return mixed, carry
 
     def begin_decoding(self, carry: TokenCache) -> TokenCache:
         return self.heads.begin_block(carry)

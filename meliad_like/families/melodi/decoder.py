@@ -410,7 +410,8 @@ class Melodi(Stack):
         the layers from the first to the last."""
         outputs, carry = super().read_token(token, carry)
         ends = carry.position % self.config.window_length == 0
-        return outputs, carry._replace(layers=at_lanes(ends, self._end_window, carry.layers))
+        outputs, layers = at_lanes(ends, self._end_window, outputs, carry.layers)
+        return outputs, carry._replace(layers=layers)
 
     def _end_window(self, carries: list[MelodiCarry]) -> list[MelodiCarry]:
         summaries, ended = self._summaries(carries[0].position.shape[0]), []

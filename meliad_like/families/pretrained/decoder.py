@@ -197,7 +197,7 @@ class PretrainedDecoder(BaseDecoder):
         outputs, carry = super().read_token(token, carry)
         window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
         carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
-        return outputs, at_lanes(offset == w - 1, self._begin_window, carry)
+        return at_lanes(offset == w - 1, self._begin_window, outputs, carry)
 
     def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
