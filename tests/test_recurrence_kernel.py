@@ -62,9 +62,8 @@ def check(kernel, *arguments, default=read_chunks):
         np.testing.assert_allclose(ours[name], x, atol=1e-5 * np.abs(x).max(), err_msg=name)
 
 
-@recurrences.of_each_kind
+@pytest.mark.parametrize(("kind", "values"), [("mamba", 4), ("delta", 1), ("kimi", 4), ("by channel", 1)])
 @pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
-@pytest.mark.parametrize("values", [1, 4])
 def test_the_kernels_equal_the_default(kind, make, values):
     rule, start = make(kind), recurrences.starts("documents")
     # Three channels of a value are one after the other, or a fourth one is there.
@@ -76,7 +75,7 @@ def test_the_kernels_equal_the_default(kind, make, values):
 @recurrences.of_each_kind
 @pytest.mark.parametrize(
     ("make", "heads", "norm_epsilon"),
-    [(recurrences.rule_of, 2, EPSILON), (recurrences.rule_of, 1, EPSILON), (recurrences.extreme, 1, None)],
+    [(recurrences.rule_of, 2, EPSILON), (recurrences.extreme, 1, None)],
 )
 def test_the_kernel_for_tpus_equals_the_default(kind, make, heads, norm_epsilon):
     """A program reads the two heads of a group one after the other, or at once."""
@@ -85,9 +84,8 @@ def test_the_kernel_for_tpus_equals_the_default(kind, make, heads, norm_epsilon)
     check(kernel, make(kind), recurrences.first_states(), recurrences.starts("documents"), default=default)
 
 
-@pytest.mark.parametrize("kind", ["kimi", "by channel"])
+@pytest.mark.parametrize(("kind", "size"), [("kimi", 2), ("by channel", 64)])
 @pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
-@pytest.mark.parametrize("size", [2, 64])
 def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make, size):
     """A kernel computes their products; the others share keys."""
     monkeypatch.setattr(recurrence_gpu_channels, "SLICE", size)
@@ -151,30 +149,35 @@ def test_the_convolution_for_tpus_equals_the_default(monkeypatch, tokens):
 
 @pytest.mark.parametrize("module", [scan_tpu, scan_gpu])
 @pytest.mark.parametrize(("tokens", "largest"), [(48, 16), (12, 12), (7, 1), (64, 64)])
-@pytest.mark.parametrize("decays", [(0, 1), (1 - 1e-5, 1), (0, 1e-30)])
-def test_the_scan_equals_the_default(monkeypatch, module, tokens, largest, decays):
+def test_the_scan_equals_the_default(monkeypatch, module, tokens, largest):
     """Documents begin inside of a run; a run has tiles of 8, 4 or 1 tokens; two devices compute all of the last."""
     monkeypatch.setattr(convolution_tpu, "LARGEST", largest)
     monkeypatch.setattr(scan_gpu, "TOKENS", largest)
-    generator = np.random.default_rng(0)
-    decay = generator.uniform(*decays, (2, tokens, 6)) * (generator.uniform(size=(2, tokens, 1)) > 0.1)
-    added, state = generator.normal(size=(2, tokens, 6)), generator.normal(size=(2, 6))
-    arguments = [jnp.asarray(x, jnp.float32) for x in (decay, added, state)]
 
-    def outputs_and_gradients(scan):
+    @functools.partial(jax.jit, static_argnums=0)
+    def outputs_and_gradients(scan, *arguments):
         outputs, pull_back = jax.vjp(scan, *arguments)
         return *outputs, *pull_back(jax.tree.map(jnp.sin, outputs))
 
     devices = jax.devices()[: 1 + (tokens == 64)]
-    with jax.set_mesh(make_mesh(MeshConfig(tensor=len(devices)), devices)):
-        results = jax.jit(lambda: outputs_and_gradients(functools.partial(module.scan_in_kernel, interpret=True)))()
-    for ours, default in zip(results, outputs_and_gradients(scan_channels), strict=True):
-        np.testing.assert_allclose(ours, default, atol=1e-5 * np.abs(default).max())
-    plain = [state := decay[:, t] * state + added[:, t] for t in range(tokens)]
-    np.testing.assert_allclose(results[1], np.stack(plain, axis=1), atol=1e-5 * np.abs(plain).max())
+    mesh, kernel = (
+        make_mesh(MeshConfig(tensor=len(devices)), devices),
+        with_options(module.scan_in_kernel, interpret=True),
+    )
+    for decays in (0, 1), (1 - 1e-5, 1), (0, 1e-30):
+        generator = np.random.default_rng(0)
+        decay = generator.uniform(*decays, (2, tokens, 6)) * (generator.uniform(size=(2, tokens, 1)) > 0.1)
+        added, state = generator.normal(size=(2, tokens, 6)), generator.normal(size=(2, 6))
+        arguments = [jnp.asarray(x, jnp.float32) for x in (decay, added, state)]
+        with jax.set_mesh(mesh):
+            results = outputs_and_gradients(kernel, *arguments)
+        for ours, default in zip(results, outputs_and_gradients(scan_channels, *arguments), strict=True):
+            np.testing.assert_allclose(ours, default, atol=1e-5 * np.abs(default).max())
+        plain = [state := decay[:, t] * state + added[:, t] for t in range(tokens)]
+        np.testing.assert_allclose(results[1], np.stack(plain, axis=1), atol=1e-5 * np.abs(plain).max())
 
 
-@recurrences.of_each_kind
+@pytest.mark.parametrize("kind", ["delta", "kimi"])
 def test_factors_of_products_may_be_bfloat16(kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
     kernel = with_options(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
@@ -212,13 +215,14 @@ def interpreted(monkeypatch, request):
     jax.clear_caches()
 
 
-@released.of_each_layer
+@pytest.mark.parametrize("name", [name for name in released.LAYERS if "document_starts" in released.arrays(name)])
 def test_outputs_and_gradients_are_those_of_the_released_code(interpreted, name):
-    if name == "gated_delta_layer_grouped":
-        released.test_outputs_are_those_of_the_released_code(name)
-    if "document_starts" in released.arrays(name):
-        released.test_outputs_with_documents_are_those_of_the_released_code(name)
-        released.test_gradients_are_those_of_the_released_code(name, "grad_documents/")
+    released.test_outputs_with_documents_are_those_of_the_released_code(name)
+    released.test_gradients_are_those_of_the_released_code(name, "grad_documents/")
+
+
+def test_grouped_values_are_read_as_by_the_released_code(interpreted):
+    released.test_outputs_are_those_of_the_released_code("gated_delta_layer_grouped")
 
 
 @pytest.mark.parametrize("name", ["rglru_block_documents"])
@@ -229,14 +233,14 @@ def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
 
 
 @pytest.mark.thorough
-def test_the_rg_lru_in_kernels_is_exact_with_extreme_gates_and_in_bfloat16(interpreted):
-    for dtype in "float32", "bfloat16":
-        test_rg_lru.test_extreme_gates(dtype)
+def test_the_rg_lru_in_kernels_is_exact_in_bfloat16(interpreted):
     test_rg_lru.test_bfloat16_is_as_exact_as_the_released_code()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", released.IN_BFLOAT16)
+@pytest.mark.parametrize(
+    ("interpreted", "name"), [("gpu", "kda_layer"), ("tpu", "gated_delta_layer")], indirect=["interpreted"]
+)
 def test_bfloat16_is_as_exact_as_the_released_code(interpreted, name):
     released.test_bfloat16_is_as_exact_as_the_released_code(name)
 
@@ -247,8 +251,7 @@ def test_bfloat16_is_as_exact_as_the_released_code(interpreted, name):
     (1, 32, 128, 64, False, False),
     (2, 2, 64, 64, True, True),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_channel, corrected, dtype):
+def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_channel, corrected):
     """Triton gets programs that it can read; no GPU compiles them here."""
 
     def array(*shape, dtype=jnp.float32):
@@ -259,7 +262,7 @@ def test_programs_are_lowered_for_a_gpu(groups, heads, key_size, value_size, by_
     rule = Rule(query, query, value, decay, array(1, heads, 128, 1) if corrected else None)
 
     def loss(rule, matrix, start):
-        return jnp.sum(read_chunks_in_kernel(rule, matrix, start, 64, dtype=dtype)[1])
+        return jnp.sum(read_chunks_in_kernel(rule, matrix, start, 64, dtype="bfloat16")[1])
 
     arguments = rule, array(1, heads, value_size, key_size), array(1, 2, dtype=bool)
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
