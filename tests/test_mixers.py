@@ -120,19 +120,21 @@ def of_each_but(*names):
 
 
 of_each_mixer, of_each_carry = of_each_but(*SAME), of_each_but(*SIMILAR)
-# In the second of two layers, which may also have a window, and in both layers alone.
-alone_and_not = pytest.mark.parametrize("alone", [False, True], ids=["with a window", "alone"])
 
 
 def decoder(name, alone=False, **sizes):
-    """A decoder with the mixer in its second layer, in addition to the window, or in all layers and alone."""
+    """A decoder with the mixer in all layers and alone, or in its second layer in addition to the window. Then the
+    first has the mixers that it needs, or the mixer alone, or, if the mixer is itself attention to the window, that."""
     config, needs = EXAMPLES[name].config, EXAMPLES[name].needs
     if isinstance(config, MelodiConfig):
         return dataclasses.replace(config, **sizes)
     window, needed = DecoderConfig(**sizes), [((0,), f"{MIXERS.name_of(mixer)}+feedforward") for mixer in needs]
+    entry = f"{MIXERS.name_of(config)}+feedforward"
     if alone:
-        layers = (f"{MIXERS.name_of(config)}+feedforward", *needed)
-        return dataclasses.replace(window, pattern=layers, mixers=(*needs, config))
+        return dataclasses.replace(window, pattern=(entry, *needed), mixers=(*needs, config))
+    if not config.has_window and not needs:
+        pattern = *window.pattern, ((0,), entry), ((1,), f"sliding_window+{entry}")
+        return dataclasses.replace(window, pattern=pattern, mixers=(config,))
     return with_mixer(dataclasses.replace(window, pattern=(*window.pattern, *needed), mixers=needs), config, (1,))
 
 
@@ -157,37 +159,41 @@ def test_every_mixer_is_here():
 
 
 @of_each_mixer
-@alone_and_not
-def test_token_by_token_equals_segments(name, alone):
-    check_token_by_token(*make(name, alone))
+def test_token_by_token_equals_segments(name):
+    check_token_by_token(*make(name))
 
 
-@of_each_mixer
+def test_a_decoder_without_a_window():
+    model, params = make("gated_delta_rule", alone=True)
+    check_token_by_token(model, params)
+    check_documents(model, params)
+
+
+@of_each_carry
 def test_lanes_decode_independently(name):
     check_lanes(*make(name))
 
 
-@of_each_mixer
+@of_each_carry
 def test_a_book_in_segments_is_the_book(name):
     check_segments(*make(name))
 
 
 @of_each_mixer
-@alone_and_not
-def test_documents_know_nothing_of_each_other(name, alone):
-    check_documents(*make(name, alone))
+def test_documents_know_nothing_of_each_other(name):
+    check_documents(*make(name))
 
 
-@of_each_mixer
+@of_each_carry
 def test_memories_can_be_exchanged(name):
     check_parts(*make(name))
 
 
-@of_each_mixer
+@of_each_carry
 def test_an_empty_part_is_a_cleared_one(name):
     """The memory alone is exchanged: the window remains, as with `clear_states`."""
     model, params = make(name)
-    _, carry = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
+    _, carry = read(model, params, tokens_of(2, 4), begin(model, params, 2), starts(2, 4))
     memories = {name, *map(MIXERS.name_of, EXAMPLES[name].needs)} - {"sliding_window", "state_reader"}
     assert set(part_names(model.config, carry)) - {"window"} == memories
     clearing = cleared(model.config)
@@ -206,64 +212,52 @@ def test_an_empty_part_is_a_cleared_one(name):
 @of_each_mixer
 def test_nothing_depends_on_the_future(name):
     model, params = make(name)
-    tokens = np.arange(6 * W)[None]
-
-    @jax.jit
-    def jacobian(embedding):
-        def project(embedding):
-            module = model.bind(params | {"embedding": embedding})
-            hidden, _ = module(tokens, module.init_carry(1), jnp.zeros((1, 6), bool))
-            return hidden[0] @ jnp.linspace(-1, 1, hidden.shape[-1])
-
-        return jnp.abs(jax.jacrev(project)(embedding)).sum(axis=-1)
-
-    strength = np.asarray(jacobian(params["embedding"]))[:, : 6 * W]
-    assert (np.triu(strength, 1) == 0).all() and (np.diag(strength) > 0).all()
+    tokens, start = tokens_of(2, 4), starts(2, 4)
+    _, carry = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), start)
+    logits, _ = read(model, params, tokens, carry, start)
+    for i in range(4 * W):
+        other = tokens.copy()
+        other[:, i] = (other[:, i] + 1) % V
+        changed = (read(model, params, other, carry, start)[0] != logits).any(axis=-1)
+        assert not changed[:, :i].any() and changed[:, i].all()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def losses_and_gradient(model, params, carry, batch):
+    """The gradient of the squared losses, the losses and the carry after them."""
+
     def loss(params):
         losses, new_carry = model.bind(params).losses(batch.inputs, batch.targets, carry, batch.start, slice_length=W)
-        return jnp.sum(losses.nats**2), new_carry
+        return jnp.sum(losses.nats**2), (losses.nats, new_carry)
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
-
-
-def batch_of(tokens, start):
-    return Batch(tokens[:, :-1], tokens[:, 1:], np.ones_like(tokens[:, 1:], bool), start, None, None)
-
-
-def second_segment(model, params):
-    """The carry after a segment, and the next segment, within which documents begin."""
-    _, carry = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), starts(2, 4))
-    return carry, batch_of(tokens_of(2, 5)[:, : 4 * W + 1], starts(2, 4, (0, 2)))
+    return jax.grad(loss, has_aux=True)(params)
 
 
 @functools.cache
-def segment_and_gradient(name, alone=False):
-    """A segment and the carry before it, and their losses and gradient on one device."""
-    model, params = make(name, alone)
-    if alone:
-        segment = second_segment(model, params)
-    else:
-        # Of a shape that can be sharded.
-        segment = begin(model, params, B), batch_of(tokens_of(B, C + 1)[:, : C * W + 1], starts(B, C, (0, 3)))
-    return segment, losses_and_gradient(model, params, *segment)
+def segment_and_gradient(name):
+    """The carry after a segment, and the next segment, within which documents begin; its gradient on one device."""
+    model, params = make(name, alone=True)
+    carry = begin(model, params, B)
+    for seed, *at in (1,), (0, (0, 3), (1, 0)):
+        tokens = tokens_of(B, C + 1, seed)[:, : C * W + 1]
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((B, C * W), bool), starts(B, C, *at), None, None)
+        before, results = carry, losses_and_gradient(model, params, carry, batch)
+        _, (_, carry) = results
+    return (before, batch), results
 
 
 @of_each_mixer
-@alone_and_not
-def test_every_parameter_gets_a_gradient(name, alone):
-    _, ((_, _), gradient) = segment_and_gradient(name, alone)
+def test_every_parameter_gets_a_gradient(name):
+    _, (gradient, _) = segment_and_gradient(name)
     for path, leaf in jax.tree.leaves_with_path(gradient):
         assert (np.abs(leaf) > 0).any(), jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-@of_each_carry
+# Layers in a loop pass on what others publish, and all else as these do.
+@of_each_but(*SIMILAR, "rg_lru", "mamba2", "dot_product_attention", "dense_memory")
 def test_what_is_computed_again_or_in_a_loop_of_layers_is_the_same(name):
     model, params = make(name, alone=True)
-    segment, expected = segment_and_gradient(name, alone=True)
+    segment, expected = segment_and_gradient(name)
     other = Model(dataclasses.replace(model.config, remat="dots", scan_layers=True), V)
     results = losses_and_gradient(other, params, *segment)
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -272,23 +266,24 @@ def test_what_is_computed_again_or_in_a_loop_of_layers_is_the_same(name):
 
 @of_each_carry
 def test_in_bfloat16(name):
-    """Logits are those of float32 but for rounding, all gradients are finite, and dtypes stay those of the carry."""
+    """Losses are those of float32 but for rounding, all gradients are finite, and dtypes stay those of the carry."""
     model, params = make(name, alone=True)
     rounded = Model(dataclasses.replace(model.config, activation_dtype="bfloat16"), V)
-    (carry, _), (same, batch) = (second_segment(one, params) for one in (model, rounded))
-    dtypes, begun_dtypes = (jax.tree.map(lambda x: x.dtype, one) for one in (same, begin(rounded, params, 2)))
-    assert dtypes == begun_dtypes
-    logits, _ = read(rounded, params, batch.inputs, same, batch.start)
-    expected, _ = read(model, params, batch.inputs, carry, batch.start)
-    assert np.abs(logits - expected).max() < 0.1 * np.abs(expected).max()
-    _, gradient = losses_and_gradient(rounded, params, same, batch)
+    (carry, batch), (_, (expected, _)) = segment_and_gradient(name)
+    carry = jax.tree.map(lambda x, begun: x.astype(begun.dtype), carry, begin(rounded, params, B))
+    gradient, (losses, after) = losses_and_gradient(rounded, params, carry, batch)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, carry)
+    # A search among rounded keys finds other neighbours.
+    most = 0.2 if name == "external_memory" else 0.02
+    assert np.abs(losses - expected).max() < most * np.ptp(expected)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+# Programs for meshes that cut the heads and the sequence at once take four times as long to compile.
 @of_each_carry
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 1, 1, 8)])
 def test_sharded_equals_unsharded(name, shape):
-    model, params = make(name)
+    model, params = make(name, alone=True)
     if shape[3] > 1 and model.config.traits.sequential_because:
         with pytest.raises(UserError, match="MeshConfig.sequence=8 must be 1"):
             model.config.check_sequence(C * W, shape[3])
@@ -334,9 +329,9 @@ def run(tmp_path_factory):
     return tiny_run.parse(bindings, *(f"TrainingConfig.{binding}" for binding in every), "MeshConfig.data = 1")
 
 
-# test_training_loop.py trains windows and recurrent states. The carries of the others are trees of arrays like those of
-# the delta rule, or of the external memory.
-@of_each_but(*SIMILAR, "sliding_window", "recurrent_states", "rg_lru", "mamba2", "dense_memory")
+# test_training_loop.py trains windows and recurrent states, without a memory that a search reads, and none of another
+# family. To training and its commands, the carries of others are trees of arrays like theirs.
+@of_each_but(*EXAMPLES.keys() - {"external_memory", "melodi"})
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
     # As few layers as possible: programs of training are large.
@@ -370,10 +365,9 @@ def test_a_token_costs_the_same_wherever_it_stands(name):
 
 # Of the search of a memory, XLA counts one turn of its loop; test_flops.py has that count by hand.
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "external_memory"])
-@alone_and_not
-def test_operations_are_those_that_xla_counts(name, alone):
+def test_operations_are_those_that_xla_counts(name):
     sizes = {"num_layers": 2, "model_width": 512, "num_heads": 2, "head_size": 128, "feedforward_width": 512}
-    model = Model(decoder(name, alone, **sizes, window_length=64), 200)
+    model = Model(decoder(name, **sizes, window_length=64), 200)
 
     def forward(params, tokens):
         module = model.bind(params)
@@ -418,19 +412,13 @@ def test_its_file_is_a_row_of_a_table_at_every_scale(name):
     assert Model(tiny, 256).num_parameters < Model(whole, 32_000).num_parameters / 100
 
 
-@of_each_mixer
+@of_each_carry
 def test_a_study_can_watch_what_passes_from_block_to_block(name):
     model, params = make(name)
-
-    @jax.jit
-    def watch(params, carry, tokens):
-        module = model.bind(params)
-        _, after = module(tokens, carry, carry.position[:, None] == 0)
-        return states.watch(model, module, carry, after), after
-
     carry = begin(model, params, 2)
     for block in np.split(tokens_of(2, 3), 3, axis=1):
-        watched, carry = watch(params, carry, block)
+        _, after = read(model, params, block, carry, starts(2, 1))
+        watched, carry = states.watch(model, model.bind(params), carry, after), after
     for one in watched.values():
         assert one.before.shape == one.after.shape and (one.before != one.after).any()
         assert all(values.shape == (2, *one.after.shape) for values in one.gates.values())

@@ -20,16 +20,17 @@ def read(model, params, tokens, carry, start):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def decode_token(model, params, token, carry):
+    return model.bind(params).decode_step(token, carry)
+
+
 def decode(model, params, tokens, carry):
     """Reads token by token; returns logits [b, n, v] and the carry after them."""
-    module = model.bind(params)
-
-    def step(carry, token):
-        logits, carry = module.decode_step(token, carry)
-        return carry, logits
-
-    carry, logits = jax.lax.scan(step, carry, tokens.T)
-    return jnp.moveaxis(logits, 0, 1), carry
+    logits = []
+    for token in tokens.T:
+        one, carry = decode_token(model, params, token, carry)
+        logits.append(one)
+    return np.stack(logits, axis=1), carry
 
 
 def begin(model, params, b, decoding=False):
@@ -38,7 +39,7 @@ def begin(model, params, b, decoding=False):
     return module.begin_decoding(carry) if decoding else carry
 
 
-# The checks below read 8, 4 and 1 blocks of two lanes and decode 16 and 3 tokens, so that they share their programs.
+# The checks below read 4 blocks or one of two lanes, so that they share their programs.
 def tokens_of(b, blocks, seed=0):
     return np.random.default_rng(seed).integers(0, V, (b, blocks * W), np.int32)
 
@@ -52,7 +53,7 @@ def starts(b, blocks, *at):
 
 
 def assert_same(ours, theirs):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), ours, theirs)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, theirs)
 
 
 def check_token_by_token(model, params):
@@ -71,13 +72,10 @@ def check_token_by_token(model, params):
 
 def check_lanes(model, params):
     """Lanes decode independently: lane 1 is 3 tokens behind, so that the lanes' blocks end at different steps."""
-    tokens, carries = tokens_of(2, 8), []
-    for lane, lengths in ((0, (3, 3)), (1, (3,))):
-        carry = begin(model, params, 1, decoding=True)
-        for piece in np.split(tokens[lane : lane + 1, : sum(lengths)], len(lengths), axis=1):
-            _, carry = decode(model, params, piece, carry)
-        carries.append(carry)
-    carry = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), *carries)
+    tokens = tokens_of(2, 8)
+    _, three = decode(model, params, tokens[:, :3], begin(model, params, 2, decoding=True))
+    _, six = decode(model, params, tokens[:, 3:6], three)
+    carry = jax.tree.map(lambda x, y: np.concatenate([x[:1], y[1:]]), six, three)
     assert carry.position.tolist() == [6, 3]
     logits, _ = decode(model, params, np.stack([tokens[0, 6:22], tokens[1, 3:19]]), carry)
     first, carry = read(model, params, tokens[:, : 4 * W], begin(model, params, 2), starts(2, 4))
@@ -87,29 +85,29 @@ def check_lanes(model, params):
 
 
 def check_segments(model, params):
-    """A document that is read in segments gives the same results and the same carry as the whole document."""
-    tokens = tokens_of(2, 8)
-    whole, whole_carry = read(model, params, tokens, begin(model, params, 2), starts(2, 8))
-    for blocks in (1, 4):
+    """A document gives the same results and the same carry in segments of four blocks and of one."""
+    results = []
+    for blocks in (4, 1):
         carry, pieces = begin(model, params, 2), []
-        for segment in np.split(tokens, 8 // blocks, axis=1):
+        for segment in np.split(tokens_of(2, 8), 8 // blocks, axis=1):
             logits, carry = read(model, params, segment, carry, starts(2, blocks))
             pieces.append(logits)
-        assert_same(jnp.concatenate(pieces, axis=1), whole)
-        assert_same(carry, whole_carry)
+        results.append((np.concatenate(pieces, axis=1), carry))
+    assert_same(*results)
 
 
 def check_documents(model, params):
     """Documents that begin inside of a segment equal the same documents alone, and leave the same carry."""
-    tokens, n = tokens_of(2, 8), 8 * W
+    tokens, n, carry = tokens_of(2, 4), 4 * W, begin(model, params, 2)
     # Both lanes continue another document; lane 0 has two beginnings, lane 1 begins at once.
-    _, carry = read(model, params, tokens_of(2, 8, seed=1), begin(model, params, 2), starts(2, 8))
-    together, carry = read(model, params, tokens, carry, starts(2, 8, (0, 1), (0, 4), (1, 0)))
-    assert carry.position.tolist() == [4 * W, 8 * W]
-    for lane, first, last in ((0, W, 4 * W), (0, 4 * W, n), (1, 0, n)):
+    for seed in (1, 2):
+        _, carry = read(model, params, tokens_of(2, 4, seed), carry, starts(2, 4))
+    together, carry = read(model, params, tokens, carry, starts(2, 4, (0, 1), (0, 3), (1, 0)))
+    assert carry.position.tolist() == [W, 4 * W]
+    for lane, first, last in ((0, W, 3 * W), (0, 3 * W, n), (1, 0, n)):
         alone = np.zeros((2, n), np.int32)
         alone[0, : last - first] = tokens[lane, first:last]
-        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 8))
+        expected, alone_carry = read(model, params, alone, begin(model, params, 2), starts(2, 4))
         assert_same(together[lane, first:last], expected[0, : last - first])
     return carry, alone_carry
 
@@ -117,7 +115,7 @@ def check_documents(model, params):
 def check_parts(model, params):
     """A carry with all parts of another one is that one, at whatever places of their documents both are."""
     config, next_tokens, next_starts = model.config, tokens_of(2, 4, seed=3), starts(2, 4, (1, 2))
-    _, here = read(model, params, tokens_of(2, 8), begin(model, params, 2), starts(2, 8))
+    _, here = read(model, params, tokens_of(2, 4), begin(model, params, 2), starts(2, 4))
     _, there = read(model, params, tokens_of(2, 4, seed=1), begin(model, params, 2), starts(2, 4))
     _, there = read(model, params, tokens_of(2, 1, seed=2), there, starts(2, 1))
     for other in (here, there, begin(model, params, 2)):
