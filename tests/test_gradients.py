@@ -17,6 +17,7 @@ from meliad_like.config import construction
 from meliad_like.config.bindings import collect
 from meliad_like.history.settings import HistorySettings
 from meliad_like.layers.basic import Kind
+from meliad_like.mixers.positions import POSITIONS
 from meliad_like.models.model import Model
 from meliad_like.optimization.optimizers import DECAYED
 from meliad_like.planning import shrinking
@@ -57,9 +58,20 @@ def structure_of(settings):
     ]
 
 
+WITHOUT_PARAMETERS = ("activation", "clear_states", "horizon", "mask_empty_cache", "search")
+"""Settings that change what is read, but neither add parameters nor leave one out."""
+BIASES = {position.__name__ for position in POSITIONS.values()}
+"""Their gradients are those of the reference in test_positions.py."""
+
+
 def values_of(structure):
-    """The parts of a model, and each value of their fields."""
-    return {(part, value) for part, *values in structure for value in (None, *values)}
+    """The parts of a model, and each value of the fields that may decide on parameters."""
+    return {
+        (part, value)
+        for part, *values in structure
+        if part not in BIASES
+        for value in (None, *(value for value in values if value[0] not in WITHOUT_PARAMETERS))
+    }
 
 
 def small_models():
