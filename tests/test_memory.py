@@ -166,8 +166,7 @@ def read_plainly(lookup, blocks_per_turn, query, key, value, memory, position):
     return jnp.concatenate(results, axis=1), memory
 
 
-@pytest.mark.parametrize("mask_empty", [True, False])
-@pytest.mark.parametrize("blocks_per_turn", [1, 3, 6])
+@pytest.mark.parametrize(("blocks_per_turn", "mask_empty"), [(1, True), (3, False), (6, True)])
 @pytest.mark.parametrize(("kind", "operations"), [("exact", DEFAULT), ("bucketed", DEFAULT), ("bucketed", KERNELS)])
 def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, monkeypatch):
     for name, size in (("SLOTS", 8), ("QUERIES", 2), ("PART", 1)):
