@@ -78,17 +78,20 @@ def losses_in_numpy(model, params):
     return document(kind(tensors(model.config, params), model.config), params.get("recurrence"), TOKENS)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "changes",
+    ("architecture", "changes"),
     [
-        {},
-        {"overlap": 3},
-        {"pooling": "sum", "insertion_point": "after_norm", "pooled_layers": "final_norm"},
-        {"pooling": "max", "layers": (0, -1), "num_inserted": 3, "overlap": 7},
-        {"pooling": "attention", "layers": (0, 1, 2), "activation": "tanh", "overlap": 1},
-        {"depth": 0, "layers": (2,)},
-        {"normalise_pooled": True, "insertion_point": "after_norm"},
+        ("gpt2", {}),
+        ("llama", {"overlap": 3}),
+        # The one thing in which the recurrence meets the decoder's own layers: their norms.
+        *(
+            (architecture, {"pooling": "sum", "insertion_point": "after_norm", "pooled_layers": "final_norm"})
+            for architecture in ARCHITECTURES
+        ),
+        ("gpt2", {"pooling": "max", "layers": (0, -1), "num_inserted": 3, "overlap": 7}),
+        ("llama", {"pooling": "attention", "layers": (0, 1, 2), "activation": "tanh", "overlap": 1}),
+        ("gpt2", {"depth": 0, "layers": (2,)}),
+        ("llama", {"normalise_pooled": True, "insertion_point": "after_norm"}),
     ],
 )
 def test_the_recurrence_is_a_loop_over_windows(architecture, changes):
@@ -147,19 +150,24 @@ def test_without_influence_it_is_the_unmodified_model():
     module = model.bind(params)
     tokens = TOKENS[None, :W]
     vectors = 100 * jnp.ones((1, 2, 16))
-    absent = module.read_window(tokens, jnp.zeros(1, jnp.int32), vectors)
-    plain = module.read_window(tokens)
-    present = module.read_window(tokens, jnp.full(1, W), vectors)
+    read_window = jax.jit(module.read_window)
+    absent = read_window(tokens, jnp.zeros(1, jnp.int32), vectors)
+    plain = read_window(tokens)
+    present = read_window(tokens, jnp.full(1, W), vectors)
     np.testing.assert_allclose(absent[-1], plain[-1], atol=1e-5)
     assert np.abs(present[-1] - plain[-1]).max() > 0.1
     # The layer below the insertion does not know of it.
     np.testing.assert_array_equal(present[1], plain[1])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"overlap": 3}, {**RECURRENT}, {"recurrence": (dataclasses.replace(SUMMARY, pooling="max"),), "overlap": 3}],
+    ("architecture", "changes"),
+    [
+        ("llama", {}),
+        ("gpt2", {"overlap": 3}),
+        ("gpt2", {**RECURRENT}),
+        ("llama", {"recurrence": (dataclasses.replace(SUMMARY, pooling="max"),), "overlap": 3}),
+    ],
 )
 def test_a_token_at_a_time_is_the_windows(architecture, changes):
     """Two lanes with an offset of three tokens, so that windows end at different steps."""
@@ -182,9 +190,8 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_going_on_from_blocks_token_by_token(overlap):
-    model, params = make(**RECURRENT, overlap=overlap)
+def test_going_on_from_blocks_token_by_token():
+    model, params = make(**RECURRENT, overlap=3)
     module = model.bind(params)
     start = np.zeros((1, 3), bool)
     start[:, 0] = True
@@ -199,6 +206,8 @@ def test_what_depends_on_what():
     model, params = make(**RECURRENT)
     start = np.array([[True, False, False, True]])
 
+    @jax.jit
+    @jax.grad
     def last(embedded, place):
         # Tokens as mixtures of one: the gradient by mixture says whether a token matters.
         bound = model.bind({**params, "embedding": params["embedding"]})
@@ -209,7 +218,7 @@ def test_what_depends_on_what():
     embedded = params["embedding"][TOKENS[: 4 * W]]
 
     def depends(place):
-        return np.asarray(jnp.abs(jax.grad(last)(embedded, place)).max(axis=1) > 0)
+        return np.asarray(jnp.abs(last(embedded, place)).max(axis=1) > 0)
 
     # A window sees itself, and through the recurrence all of the document's windows before it.
     np.testing.assert_array_equal(depends(2 * W + 4), np.arange(4 * W) <= 2 * W + 4)
@@ -244,8 +253,8 @@ def test_memory_is_that_of_one_window():
 
 
 @functools.cache
-def gradient(architecture, **changes):
-    model, params = make(architecture, **RECURRENT, **changes)
+def gradient(**changes):
+    model, params = make(**RECURRENT, **changes)
     batch = reader(model).batch(0, [0])
     carry = model.bind(params).init_carry(1)
 
@@ -259,16 +268,15 @@ def gradient(architecture, **changes):
 @pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["dots", "layers"])
 def test_what_is_computed_again_gives_the_same_gradient(remat):
-    again, once = gradient("gpt2", remat=remat), gradient("gpt2")
+    again, once = gradient(remat=remat), gradient()
     for ours, plain in zip(jax.tree.leaves(again), jax.tree.leaves(once), strict=True):
         # A key's bias shifts all scores of a query alike: its gradient is rounding alone.
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_products_of_rounded_numbers(architecture):
-    exact, rounded = gradient(architecture), gradient(architecture, matmul_dtype="bfloat16")
+def test_products_of_rounded_numbers():
+    exact, rounded = gradient(), gradient(matmul_dtype="bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(rounded)} == {"float32"}
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, rounded, exact)) / optax.tree.norm(exact)
     # Eight bits of each factor remain.
