@@ -102,11 +102,10 @@ def test_a_frozen_decoder_has_no_gradients_of_kernels():
     assert frozen.flops(50_257).training == pytest.approx(decoder, rel=1e-3)
 
 
-@pytest.mark.parametrize("layers", [(1,), (0, 2)])
-def test_xla_counts_nearly_the_same_for_a_frozen_decoder(layers):
+def test_xla_counts_nearly_the_same_for_a_frozen_decoder():
     sizes = {"num_layers": 3, "model_width": 128, "num_heads": 2, "num_key_value_heads": 2, "head_size": 64}
     sizes |= {"feedforward_width": 256, "max_positions": 64, "window_length": 64}
-    frozen = PretrainedConfig(**sizes, recurrence=(WindowSummary(layers=layers, width=32),), train_decoder=False)
+    frozen = PretrainedConfig(**sizes, recurrence=(WindowSummary(layers=(1,), width=32),), train_decoder=False)
     model = Model(frozen, 200)
 
     def loss(recurrence, params, tokens):

@@ -65,14 +65,13 @@ def without_starts(batch):
     return batch._replace(start=np.zeros_like(batch.start))
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_gradient_accumulation_equals_the_whole_batch(fresh, batches, parts):
+def test_gradient_accumulation_equals_the_whole_batch(fresh, batches):
     batch = batches[1]
     tokens = batch.loss_mask.sum(axis=1)
     assert tokens.min() < 0.9 * tokens.max()
     state, _ = train_step(fresh, batches[0])
     whole, metrics = train_step(state, batch)
-    in_parts, metrics_of_parts = train_step(state, batch, gradient_accumulation=parts)
+    in_parts, metrics_of_parts = train_step(state, batch, gradient_accumulation=4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), in_parts, whole)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), metrics_of_parts, metrics)
     assert not np.allclose(whole.params["embedding"], state.params["embedding"], atol=1e-4)

@@ -53,10 +53,9 @@ def expected_counts():
     return [len(completion.encode()) + bool(prompt) for prompt, completion in pairs]
 
 
-@pytest.mark.parametrize("family", ["fixed:skip", "slide"])
-def test_the_losses_are_the_scores_of_completions_given_prompts(family, store, expected_counts):
+def test_the_losses_are_the_scores_of_completions_given_prompts(store, expected_counts):
     """With carry over segments, several documents in a lane, and several lanes."""
-    lm, mesh = language_model(CONFIGS[family]), make_mesh(MeshConfig(), jax.devices()[:1])
+    lm, mesh = language_model(CONFIGS["fixed:skip"]), make_mesh(MeshConfig(), jax.devices()[:1])
     expected = []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
         tokens = np.append(BYTES.encode(completion), BYTES.end_of_document).astype(np.int32)
