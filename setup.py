@@ -58,7 +58,6 @@ setup(
         "s3": ["s3fs>=2025.3"],  # token stores and documents on s3://
         "az": ["adlfs>=2024.12"],  # and on az://
         "wandb": ["wandb>=0.19"],
-        "trackio": ["trackio>=0.2"],
         "harness": ["lm_eval[ruler]>=0.4.13", "transformers>=5"],  # EleutherAI's lm-evaluation-harness
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],  # the site: mkdocs build --strict
         "dev": [

@@ -1,12 +1,10 @@
-"""Trackers of a run's metrics in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio."""
+"""Trackers of a run's metrics in addition to its `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
-import importlib
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from meliad_like.errors import UserError
@@ -91,53 +89,32 @@ class _EventFile(Tracker):
         self._file.close()
 
 
-@dataclass(frozen=True)
-class ProjectTrackerConfig(TrackerConfig):
-    """The fields of trackers that keep the runs of a project together."""
+@TRACKERS.register("wandb")
+class WandbTracker(TrackerConfig):
+    """Weights & Biases; with the environment variable `WANDB_MODE=offline`, files in the working folder instead."""
 
     project: str = resumable("meliad_like")
     """The project; the run has the name of its working folder."""
 
-
-@TRACKERS.register("wandb")
-class WandbTracker(ProjectTrackerConfig):
-    """Weights & Biases; with the environment variable `WANDB_MODE=offline`, files in the working folder instead."""
-
     def open(self, run: TrackedRun) -> Tracker:
-        wandb = _import("wandb")
+        try:
+            import wandb  # type: ignore  # optional
+        except ImportError as error:
+            raise UserError(f'the tracker wandb is not installed ({error}): pip install "meliad_like[wandb]"') from None
         names = {"project": self.project, "name": run.name, "id": run.identity()}
         try:
-            opened = wandb.init(**names, resume="allow", dir=run.folder, config=dict(run.settings))
+            return _WandbRun(wandb.init(**names, resume="allow", dir=run.folder, config=dict(run.settings)))
         except wandb.Error as error:
             advice = "run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
             raise UserError(f"Weights & Biases: {error}; {advice}") from None
-        return _Service(opened, lambda failed: opened.finish(exit_code=int(failed)))
 
 
-@TRACKERS.register("trackio")
-class TrackioTracker(ProjectTrackerConfig):
-    """Trackio, a dashboard of this machine (`trackio show`); its files are in the folder that the environment variable
-    `TRACKIO_DIR` names."""
-
-    def open(self, run: TrackedRun) -> Tracker:
-        name = f"{run.name}-{run.identity()}"
-        opened = _import("trackio").init(project=self.project, name=name, resume="allow", config=dict(run.settings))
-        return _Service(opened, lambda failed: opened.finish())
-
-
-@dataclass
-class _Service(Tracker):
-    run: Any
-    close: Callable[[bool], None]
+class _WandbRun(Tracker):
+    def __init__(self, run: Any):
+        self._run = run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
+        self._run.log(dict(metrics), step=step)
 
-
-def _import(name: str) -> ModuleType:
-    """An optional package. Raises a UserError that says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        advice = f'pip install "meliad_like[{name}]"'
-        raise UserError(f"the tracker {name!r} needs a package that is not installed ({error}): {advice}") from None
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
