@@ -22,8 +22,7 @@ def cache_folder(name: str) -> Path:
 def keep_compiled_programs() -> None:
     """Lets JAX keep compiled programs for later processes, unless the environment or the program has chosen otherwise.
 
-    `JAX_COMPILATION_CACHE_DIR=DIR` chooses another folder, an empty one or `JAX_ENABLE_COMPILATION_CACHE=false` none. A
-    folder that can't be written to is left alone.
+    `JAX_COMPILATION_CACHE_DIR=DIR` chooses another folder, an empty one or `JAX_ENABLE_COMPILATION_CACHE=false` none.
     """
     config = sys.modules["jax"].config if "jax" in sys.modules else None
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (config and config.jax_compilation_cache_dir is not None):

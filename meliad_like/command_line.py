@@ -45,25 +45,10 @@ SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "store": ("string", None, "Token store. Default: the one that the model was trained with.", {}),
     "split": ("string", "test", "train, validation or test.", {}),
     "document": ("multi_string", [], "Name of a document to read. Repeatable. Default: all.", {}),
-    "document_tokens": (
-        "integer",
-        None,
-        "Tokens to read of each document, from its beginning. Default: all.",
-        {"lower_bound": 1},
-    ),
-    "max_tokens": (
-        "integer",
-        None,
-        "Read a random subset of the documents, of at most this size, the same each time. Default: all.",
-        {"lower_bound": 1},
-    ),
+    "document_tokens": ("integer", None, "First tokens to read of each document. Default: all.", {"lower_bound": 1}),
+    "max_tokens": ("integer", None, "Size of a random subset of the documents. Default: all.", {"lower_bound": 1}),
     "vocabulary_size": ("integer", None, "Default: as store or config say.", {"lower_bound": 1}),
-    "dtype": (
-        "enum",
-        "float32",
-        "The dtype in which matrices are kept; bfloat16 takes half of the memory.",
-        {"enum_values": ["float32", "bfloat16"]},
-    ),
+    "dtype": ("enum", "float32", "The dtype in which matrices are kept.", {"enum_values": ["float32", "bfloat16"]}),
     "batch_size": ("integer", 8, "Number of texts that are read at once.", {"lower_bound": 1}),
 }
 """Flags that several commands have and that mean the same in all of them: type, default, help, other settings."""
@@ -74,8 +59,7 @@ HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 
 
 class Command:
-    """A command: `COMMAND = Command(__doc__)`, flags such as `STEP = COMMAND.integer("step", None, "Which one.")`, and
-    `COMMAND.run(main)`.
+    """A command: `COMMAND = Command(__doc__)`, flags (`STEP = COMMAND.integer("step", None, "")`), `COMMAND.run(main)`.
 
     The flags are the command's own, not absl's global ones, so that one process can import several commands. The
     methods that define flags are absl's `DEFINE_...`, and return objects with the flag's `value`.

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 
 from meliad_like.command_line import Command
-from meliad_like.errors import UserError
 
 COMMAND = Command(__doc__, words=True)
 VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
@@ -25,12 +24,7 @@ def main(*words: str) -> int:
     # Nothing is computed, so an accelerator, which another program may use, is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if not COMMAND.gin_flags:
-        for flag in (VOCABULARY_SIZE, CONFIG):
-            if flag.present:
-                raise UserError(f"--{flag.name} has no effect without --gin_file or --load_dir, which lists files")
         return list_files(words)
-    if words:
-        raise UserError(f"unexpected argument {words[0]!r}: words are for listing files, without --gin_file")
     from rich.console import Console
 
     from meliad_like.config import to_gin

@@ -27,13 +27,6 @@ class StoreError(UserError):
         super().__init__(f"{problem} with python -m meliad_like.prepare{flags} --store={shlex.quote(folder)}")
 
 
-class MissingStoreError(StoreError):
-    """There is no token store in a folder."""
-
-    def __init__(self, folder: str):
-        super().__init__(folder, f"there is no token store at {folder}: make it")
-
-
 DAMAGED_NPZ = (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError)
 """numpy's errors for a file that is damaged or not an npz file."""
 

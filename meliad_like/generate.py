@@ -6,7 +6,6 @@
 The cost of a token does not depend on its position. --save_carry keeps what the model remembers, to resume from later.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -29,12 +28,9 @@ TEMPERATURE = COMMAND.float("temperature", 1.0, "Below 1: more predictable; 0: a
 TOP_K = COMMAND.integer("top_k", 0, "Sample from this number of most likely tokens; 0: from all.")
 TOP_P = COMMAND.float("top_p", 1.0, "Sample from the most likely tokens that reach this probability together.")
 SEED = COMMAND.integer("seed", None, "Default: 0, or that in --load_carry.", lower_bound=0, upper_bound=2**32 - 1)
-STOP_AT_END = COMMAND.bool(
-    "stop_at_end", True, "Whether the end of the document ends the text. If not, it is never sampled, or ends a line."
-)
+STOP_AT_END = COMMAND.bool("stop_at_end", True, "Whether a document's end ends the text, or is never sampled.")
 SAVE_CARRY = COMMAND.output("save_carry", "File for the carry, to resume from later.")
 LOAD_CARRY = COMMAND.string("load_carry", None, "File of --save_carry to resume from; a prompt is read next.")
-CHUNK = COMMAND.integer("chunk", None, "Tokens that are printed at a time. Default: 8, then up to 64.", lower_bound=1)
 
 
 def main() -> None:
@@ -60,22 +56,13 @@ def main() -> None:
     jax.block_until_ready(state.batch_of_one.carry)
     num_read, read_seconds = state.num_tokens - before, time.perf_counter() - began
     moments, counts = [], []
-    options = {"seed": SEED.value, "stop_at_end": STOP_AT_END.value, "chunk": CHUNK.value} | vars(sampling)
-    try:
-        for piece in lm.stream(state, TOKENS.value, **options):
-            print(piece.text, end="", flush=True)
-            state = piece.state
-            moments.append(time.perf_counter())
-            counts.append(len(piece.tokens))
-        if not saves:
-            print(state.unfinished.decode(errors="replace"), end="", flush=True)
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, has closed the pipe, to which the exit would write buffered text.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if saves:
-            message = f"the output was closed before its end: nothing is in --save_carry={SAVE_CARRY.value}"
-            raise UserError(message) from None
-        return
+    for piece in lm.stream(state, TOKENS.value, seed=SEED.value, stop_at_end=STOP_AT_END.value, **vars(sampling)):
+        print(piece.text, end="", flush=True)
+        state = piece.state
+        moments.append(time.perf_counter())
+        counts.append(len(piece.tokens))
+    if not saves:
+        print(state.unfinished.decode(errors="replace"), end="", flush=True)
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
@@ -92,16 +79,11 @@ def _given_text() -> str | None:
         raise UserError(f"--{prompts[0].name} and --{prompts[1].name} are both given: choose one")
     if DOCUMENT.value is not None:
         return None
-    for flag in (DOCUMENT_TOKENS, STORE):
-        if flag.present:
-            raise UserError(f"--{flag.name} has no effect without --document: leave it out")
     prompt = PROMPT.value or ""
     if PROMPT_FILE.value is not None:
         with reading(f"--prompt_file={PROMPT_FILE.value}", "text in UTF-8", UnicodeDecodeError):
             # Newlines are not translated, so the vocabulary gets the bytes of the file.
             prompt = Path(PROMPT_FILE.value).read_bytes().decode("utf-8")
-    elif any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise UserError("--prompt is not UTF-8")
     if not prompt and LOAD_CARRY.value is None:
         raise UserError("the prompt is empty: give --prompt, --prompt_file, --document or --load_carry")
     return prompt

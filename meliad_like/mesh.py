@@ -35,8 +35,7 @@ class MeshConfig:
     """Number of devices along each axis of the mesh; their product is the number of devices."""
 
     data: int = resumable(-1)
-    """The number of copies of the parameters, each with its own lanes; -1: all remaining devices. They divide the
-    optimizer state among them."""
+    """The number of copies of the parameters, which divide the optimizer state and the lanes; -1: all other devices."""
     fsdp: int = resumable(1)
     """The number of shards of parameters and optimizer state along the model width; each has its own lanes too."""
     tensor: int = resumable(1)
@@ -47,8 +46,6 @@ class MeshConfig:
 
     def __post_init__(self):
         check_positive(self, ("fsdp", "tensor", "sequence"))
-        if self.data < 1 and self.data != -1:
-            raise UserError(f"MeshConfig.data={self.data} must be at least 1, or -1 for all remaining devices")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -125,31 +122,25 @@ def parameter_shardings(mesh: Mesh, axes: Any, abstract_params: Any) -> Any:
 
 
 class ParameterShardings(NamedTuple):
-    """The shardings of the parameters in a training, three trees with the structure of the parameters, and the exchange
-    of a step between the copies of the parameters."""
+    """Three trees of shardings like the parameters, and the exchange of a step between the copies of the parameters."""
 
     whole: Any = None
     """Shardings of the parameters as the model reads them."""
     gradients: Any = None
-    """Shardings of the gradients, where each copy gets the sum over the copies of its share alone
-    (`layers/backend.py`). They are `shares`, except for tables of the vocabulary: the loss adds up their gradients in a
-    loop, each turn of which would sum over the copies, so these are whole."""
+    """Shardings of the gradients where each copy gets the sum of its share alone (`layers/backend.py`): `shares`, but
+    whole for tables of the vocabulary, whose gradients the loss adds up in a loop; each turn would sum over copies."""
     shares: Any = None
     """Shardings of the trees that only the optimizer reads: each copy of the parameters has a share of them."""
     has_copies: bool = False
-    """Whether there is more than one copy. Otherwise there is nothing to exchange, and the methods return their
-    argument: constraints would change how the compiler fuses and rounds."""
+    """Whether there is more than one copy. Otherwise methods return their argument: constraints change the rounding."""
 
     def gather(self, params: Any) -> Any:
         """All-gather: every copy gets all parameters, of which each had its share."""
         return self._constrain(params, self.whole)
 
     def reduce(self, gradient: Any, scatter: bool) -> Any:
-        """The sum over the copies of their gradients, of which every copy gets its share.
-
-        With `scatter` a copy receives its share alone (reduce-scatter), otherwise the whole sum, which it cuts
-        (all-reduce).
-        """
+        """The sum of the copies' gradients, of which every copy gets its share: it receives the share alone with
+        `scatter` (reduce-scatter), otherwise the whole sum (all-reduce)."""
         return self.share(self._constrain(gradient, self.gradients if scatter else self.whole))
 
     def share(self, tree: Any) -> Any:
@@ -197,8 +188,7 @@ def optimizer_state_shardings(mesh: Mesh, abstract_state: Any, abstract_params: 
     A state's array belongs to the parameter whose path its own path ends with. An array of the parameter's shape
     (momentum, second moment) has the sharding of its shares. Adafactor's `v_row` and `v_col` lack one of the two
     largest dimensions, so their sharding lacks that entry; `optax.tree.map_params` would not tell which of the two an
-    array is. Counters and Adafactor's placeholders of shape (1,) are replicated. Raises a NotImplementedError if there
-    is no rule for an array of the state.
+    array is. Counters and placeholders of shape (1,) are replicated. Raises a NotImplementedError without a rule.
     """
     parameters = {
         _names(path): (tuple(array.shape), sharding.spec)

@@ -2,9 +2,8 @@
 
     meliad_like plan --gin_file=size/large_1200m.gin --gin_file=option/bfloat16.gin --topology=v4:2x2x4
 
-Compiles the real training, evaluation and decoding steps, and shows the memory and operations of each device, and
-the least time that these take. If a step does not fit, the exit status is 1, and the nearest settings that fit are
-named.
+Compiles the real training, evaluation and decoding steps, and shows memory, operations and the least time of each
+device. If a step does not fit, the exit status is 1, and the nearest settings that fit are named.
 """
 
 import os
@@ -12,9 +11,7 @@ import os
 from meliad_like.command_line import Command
 
 COMMAND = Command(__doc__)
-TOPOLOGY = COMMAND.string(
-    "topology", None, "TPUs (v4:2x2x4 or v4-32, v5e:4x4, v6e:4x4), GPUs (h100:8, a100:2x8) or cpu:8.", required=True
-)
+TOPOLOGY = COMMAND.string("topology", None, "TPUs (v4:2x2x4, v4-32), GPUs (h100:8, a100:2x8) or cpu:8.", required=True)
 LOAD_DIR = COMMAND.shared("load_dir")
 VOCABULARY_SIZE = COMMAND.shared("vocabulary_size")
 SEARCH = COMMAND.bool("search", True, "Whether to search for settings that fit, if these don't.")

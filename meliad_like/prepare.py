@@ -3,9 +3,8 @@
     meliad_like prepare --gin_file=task/books.gin --gin_param="FolderSourceConfig.folder = 'my_books'"
     meliad_like prepare --load_dir=FOLDER --gin_file=task/my_files.gin    # in the tokens of a trained model
 
-A store that is there already is compared with the documents, and used; those of new files are added. Machines with a
-common disk can share the work: each makes some parts (`--part=1/64` to `--part=64/64`), and `prepare` without `--part`
-joins them.
+A store that is there is compared with the documents, and those of new files are added. Machines with a common disk
+can share the work: each makes parts (`--part=1/64` to `--part=64/64`), and `prepare` without `--part` joins them.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Paths that may be in an object store (gs://...): the packages that they need, and reading and writing of files.
 
-`etils.epath` reads objects there from any place, and writes whole ones. It can't append to a file, map it into memory
-or lock it. The packages repeat a request that fails.
+`etils.epath` can't append to an object, map it into memory or lock it. The packages repeat a request that fails.
 """
 
 import importlib.util
@@ -72,7 +71,7 @@ class Version(NamedTuple):
 
 
 def version(path: epath.PathLike) -> Version:
-    """The version of a file. Raises one of `refusals` if there is no such file, or none can be read there."""
+    """The version of a file. Raises one of `refusals` if it can't be read."""
     if is_remote(path):
         system, place = url_to_fs(os.fspath(path))
         return _version(system.info(place))
@@ -110,10 +109,7 @@ def one_line(error: Exception) -> str:
 
 def size_of(path: epath.Path) -> int:
     """The size of a file in bytes; 0 if it does not exist."""
-    if not path.exists():
-        return 0
-    # epath also looks up the owner's name, and fails in containers whose user has no name.
-    return path.stat().length if is_remote(path) else os.stat(path).st_size
+    return version(path).size if path.exists() else 0
 
 
 @contextmanager

@@ -45,9 +45,8 @@ def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any], m
     earlier, later = (dict(_flat_fields(json.loads(json.dumps(tree)))) for tree in (saved, current))
     names = (name for name in {**later, **earlier} if name not in may_differ)
     pairs = ((name, earlier.get(name, ABSENT), later.get(name, ABSENT)) for name in names)
-    differing = [
-        f"{name} is {SHORTENED.repr(old)} there, {SHORTENED.repr(new)} here" for name, old, new in pairs if old != new
-    ]
+    show = SHORTENED.repr
+    differing = [f"{name} is {show(old)} there, {show(new)} here" for name, old, new in pairs if old != new]
     more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
     return "; ".join(differing[:MAX_NAMED]) + more
 
@@ -100,11 +99,8 @@ def check_fields(saved: Any, types: Mapping[str, type], place: str) -> None:
 
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """A lock file: only one process of this machine at a time runs the body of the `with` statement.
-
-    Other processes wait, or are refused with the message `busy` (a UserError). The system releases the lock when the
-    process ends.
-    """
+    """A lock file: only one process of this machine at a time runs the body of the `with` statement; others wait, or
+    are refused with the message `busy` (a UserError). The lock is released when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # With "w" a refused process would erase what the owner has written.
     with path.open("a") as lock:

@@ -22,8 +22,6 @@ check_positive = _check("must be at least 1", lambda value: value >= 1)
 check_above_zero = _check("must be above 0", lambda value: value is None or value > 0)
 check_not_negative = _check("must not be negative", lambda value: value >= 0)
 check_shares = _check("must be at least 0 and below 1", lambda value: 0 <= value < 1)
-# Lists by layer are made before anything that would fail for want of memory in one line.
-check_few_layers = _check("must be at most 10,000", lambda value: value <= 10_000)
 # JAX ignores the higher bits of a larger seed.
 check_seeds = _check("must not be negative, and below 2**32", lambda value: 0 <= value < 2**32)
 
@@ -41,8 +39,7 @@ def check_choices(config: Any) -> None:
 
 
 def layer_indices(name: str, layers: Sequence[int] | None, num_layers: int) -> frozenset[int]:
-    """The layers that a field names, counted from 0; None: all layers. Raises a UserError if one does not exist, or is
-    named twice."""
+    """The layers that a field names, from 0; None: all. Raises a UserError if one does not exist, or is named twice."""
     if layers is None:
         return frozenset(range(num_layers))
     if not all(-num_layers <= layer < num_layers for layer in layers):

@@ -146,12 +146,6 @@ def test_commands_run_one_after_the_other_in_one_process():
     assert re.search(r"parameters +│ +42,476 ", third)
 
 
-def test_flags_of_a_run_have_no_effect_on_the_list_of_files():
-    done = forked.run("-m", "meliad_like.describe", "--vocabulary_size=8")
-    message = "error: --vocabulary_size has no effect without --gin_file or --load_dir, which lists files\n"
-    assert (done.returncode, done.stderr) == (2, message)
-
-
 IMPORTED = """
 import sys
 import meliad_like

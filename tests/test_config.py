@@ -50,7 +50,6 @@ STATES = "DecoderConfig.pattern = ('recurrent_states',)"
         (["DecoderConfig.num_layers = 3 4"], "bad gin syntax: "),
         (["FolderSourceConfig.folder = books"], "expected Class.parameter = value, with text in quotes"),
         (["RunConfig.model = ['decoder']"], "RunConfig.model = ['decoder'] is not one of decoder, "),
-        (["ScheduleConfig.multiplier = 1e999"], "ScheduleConfig.multiplier=inf must be finite"),
         (["ReaderConfig.segment_length = 1000", "ReaderConfig.tokens_per_step = 1000"], "segment_length=1000 must be a "
          "multiple of window_length=512"),
     ],
@@ -242,7 +241,6 @@ def test_the_saved_gin_file_gives_the_same_run(tmp_path):
         ({"DecoderConfig.num_layer": 3}, "DecoderConfig has no parameter num_layer (nearest: num_layers)"),
         ({"DecoderConfig.num_layers": "3"}, "DecoderConfig.num_layers='3' must be int"),
         ({"RunConfig.model": ["decoder"]}, "RunConfig.model = ['decoder'] is not one of decoder, "),
-        ({"InverseSquareRootSchedule.multiplier": float("nan")}, "Schedule.multiplier=nan must be finite"),
     ],
 )
 def test_a_saved_config_of_another_version_is_an_error(change, expected):

@@ -66,9 +66,6 @@ def test_other_encodings(tmp_path):
         documents(kind="text", encoding="ascii", **settings)
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": "caf\xe9"}, ensure_ascii=False).encode("cp1252"))
     assert list(documents(kind="jsonl", folder=str(tmp_path), encoding="cp1252").values()) == ["caf\xe9"]
-    for unknown in "cp12520", "base64":
-        with pytest.raises(UserError, match=f"encoding='{unknown}' is not known to Python"):
-            make("text", encoding=unknown)
 
 
 def test_splits_by_lists(tmp_path):
@@ -83,7 +80,7 @@ def test_splits_by_folders(tmp_path):
 
 
 def test_file_beside_split_folders(tmp_path):
-    with pytest.raises(UserError, match="folders named after splits .* but b.txt is not: move or rename it"):
+    with pytest.raises(UserError, match="paths named after splits, .* but b.txt is not: move or rename it"):
         documents(kind="text", folder=write(tmp_path, train__a="1", b="2"))
 
 
@@ -170,7 +167,7 @@ def test_json_lines_beside_those_named_after_splits(tmp_path):
     """Of blind.jsonl most documents would be for training."""
     for name in ("train", "blind"):
         (tmp_path / f"{name}.jsonl").write_bytes(jsonl("a"))
-    with pytest.raises(UserError, match=r"named after splits .* but blind.jsonl is not: move or rename it"):
+    with pytest.raises(UserError, match=r"named after splits, .* but blind.jsonl is not: move or rename it"):
         documents(kind="jsonl", folder=str(tmp_path))
     assert set(documents(kind="jsonl", folder=str(tmp_path), suffixes=("train.jsonl",))) == {("train", "train.jsonl:1")}
     listed = documents(kind="jsonl", folder=str(tmp_path), validation_documents=("blind.jsonl:1",))
@@ -328,12 +325,8 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
 def test_a_link_to_nothing(tmp_path):
     write(tmp_path, a="1")
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere.txt")
-    with pytest.raises(UserError, match="b.txt, a link can't be read: No such file or directory; remove it"):
+    with pytest.raises(UserError, match="b.txt is a link to nothing: remove it, or leave it out"):
         documents(kind="text", folder=str(tmp_path))
-    (tmp_path / "b.txt").rename(tmp_path / "validation")
-    assert (
-        "1 files were passed over (1 with a broken link)" in open_source(TextSource(folder=str(tmp_path))).passed_over
-    )
 
 
 @pytest.mark.parametrize("number", [3, 8, 35, 200])
@@ -366,8 +359,6 @@ def test_parquet(tmp_path):
     texts = [f"text {i}" for i in range(200)]
     parquet(tmp_path / "train-1.parquet", id=list(range(200)), text=texts, unread=[None] * 200)
     parquet(tmp_path / "test.parquet", id=[7], text=["é".encode()])
-    source = open_source(make("parquet", folder=str(tmp_path), name_field="id"))
-    assert source.num_documents == 201
     expected = {("train", str(i)): text for i, text in enumerate(texts)} | {("test", "7"): "é"}
     assert documents(kind="parquet", folder=str(tmp_path), name_field="id") == expected
     numbered = documents(kind="parquet", folder=str(tmp_path / "test.parquet"))
@@ -379,9 +370,7 @@ def test_parquet_with_mistakes(tmp_path):
     # It may be left out.
     with pytest.raises(EmptyDocumentError, match="a.parquet:2 is empty"):
         documents(kind="parquet", folder=str(tmp_path), splits_by_name=False)
-    with pytest.raises(
-        UserError, match="a.parquet:2 is of test by its field 'split', which is not read: write the rec"
-    ):
+    with pytest.raises(UserError, match="a.parquet:2 is of test by its field 'split', not read: write the rec"):
         documents(kind="parquet", folder=str(tmp_path), text_field="body")
     with pytest.raises(UserError, match="a.parquet:2: the field 'id' is not text but NoneType"):
         documents(kind="parquet", folder=str(tmp_path), text_field="body", name_field="id")
@@ -395,16 +384,13 @@ def test_parquet_with_mistakes(tmp_path):
 def parquet_that_is_not_utf8(path):
     offsets = np.array([0, 5, 10], "<i4").tobytes()
     texts = pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"helloa\xffbcd"))
-    parquet(path, text=texts, name=texts, kind=texts.dictionary_encode())
+    parquet(path, text=texts)
 
 
 def test_parquet_that_is_not_utf8(tmp_path):
     parquet_that_is_not_utf8(tmp_path / "a.parquet")
-    for settings in {}, {"name_field": "name"}, {"text_field": "kind"}:
-        first, second = open_source(make("parquet", folder=str(tmp_path), **settings)).references()
-        assert first().text == "hello"
-        with pytest.raises(NotUTF8Error, match="a.parquet:2: the field .* is not UTF-8 .byte 0xff at offset 1"):
-            second()
+    with pytest.raises(UserError, match="a.parquet cannot be read as parquet: 'utf-8' codec can't decode byte 0xff"):
+        documents(kind="parquet", folder=str(tmp_path))
 
 
 def test_parquet_with_a_damaged_page(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import signal
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, checkpoint_metadata, open_checkpoint, save_vocabulary
-from meliad_like.run.text import carry_identity, encode_prompt, read_document
+from meliad_like.run.text import carry_identity, encode_text, read_document
 from meliad_like.sources.files import TextSource
 from meliad_like.studies.interventions import cleared
 from meliad_like.training.checkpoints import Checkpoints
@@ -314,8 +315,8 @@ def test_the_beginning_of_a_document_is_a_prompt(opened, tmp_path):
 
 def test_a_character_without_a_token_is_named():
     with pytest.raises(UserError, match=r"no token for '€' \(U\+20AC\), which the prompt has at character 5"):
-        encode_prompt(NoEuro(), "cost 5€"[:4] + " €")
-    assert encode_prompt(BYTES, "5€ \u2047").size == 8
+        encode_text(NoEuro(), "cost 5€"[:4] + " €")
+    assert encode_text(BYTES, "5€ \u2047").tokens.size == 8
 
 
 @pytest.fixture(scope="module")
@@ -360,17 +361,14 @@ def test_command_line(folder, tmp_path):
     assert "tokens/s" in done.stderr
 
 
-@pytest.mark.parametrize(("place", "status"), [(None, 0), ("place.npz", 2)])
-def test_who_reads_may_have_enough(folder, tmp_path, place, status):
-    save = [] if place is None else [f"--save_carry={tmp_path / place}"]
-    command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", *save]
+def test_who_reads_may_have_enough(folder, tmp_path):
+    save = f"--save_carry={tmp_path / 'place.npz'}"
+    command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", save]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment(1), **pipes) as process:
         process.stdout.close()
-        errors = process.stderr.read().decode().splitlines()
-    assert process.returncode == status
-    expected = f"error: the output was closed before its end: nothing is in --save_carry={tmp_path / 'place.npz'}"
-    assert errors == ([] if place is None else [expected])
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE and not (tmp_path / "place.npz").exists()
 
 
 @pytest.mark.parametrize(
@@ -379,7 +377,6 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         ([], "the prompt is empty: give --prompt, --prompt_file, --document or --load_carry"),
         (["--prompt=a", "--prompt_file=b"], "--prompt and --prompt_file are both given"),
         (["--prompt_file=none.txt"], "cannot read --prompt_file=none.txt: No such file"),
-        (["--prompt=\udcff"], "--prompt is not UTF-8"),
         (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: 4294967296 is not an integer in the range [0, "),
         (
             ["--prompt=a", "--save_carry=/dev/null/a"],
@@ -387,7 +384,6 @@ def test_who_reads_may_have_enough(folder, tmp_path, place, status):
         ),
         (["--prompt=a", "--save_carry=/tmp"], "--save_carry=/tmp is a folder"),
         (["--prompt=a", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
-        (["--prompt=a", "--document_tokens=5"], "--document_tokens has no effect without --document"),
         (["--prompt=a", "--gin_file=size/tiny.gin"], "--gin_file has no effect here: the config comes from the"),
         (["--prompt=a", "--gin_param=SIZE=3"], "--gin_param=SIZE=3: nothing reads SIZE"),
     ],

@@ -159,7 +159,7 @@ def test_a_card_with_train_alone_is_dealt(tmp_path):
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ({"unsupervised": "a.jsonl"}, "has a split 'unsupervised', which is none of train, validation and test: leave"),
+        ({"unsupervised": "a.jsonl"}, "has a split 'unsupervised', none of train, validation and test: leave"),
         ({"train": "*.jsonl", "test": "a.jsonl"}, "names a.jsonl for train and for test"),
         ({"train": "*.csv"}, r"names files '\*.csv', of which none .*: perhaps HuggingFaceSource.revision = 'refs/con"),
         ({"train": 3}, "README.md is damaged, or no card of a data set"),

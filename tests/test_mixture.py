@@ -169,5 +169,5 @@ def test_a_store_that_is_given_twice_is_refused(bindings, tmp_path):
 def test_stores_of_different_vocabularies_are_refused(bindings, tmp_path):
     run = parse(bindings, "VocabularyConfig.size_multiple = 16")
     prepare(run.source, run.vocabulary, tmp_path / "other", num_workers=1)
-    with pytest.raises(UserError, match=r"have different vocabularies: prepare the second with that of the first"):
+    with pytest.raises(UserError, match=r"have different vocabularies: prepare the second with FileVocabularyConfig"):
         set_up(parse(bindings, f"MixtureReaderConfig.other_stores = ('{tmp_path / 'other'}',)"))

@@ -127,7 +127,6 @@ def test_a_smaller_model_keeps_all_kinds_of_layers():
         ),
         ({"pattern": ("sliding_window+",)}, "pattern names '', which is not one of"),
         ({"pattern": HYBRID * 3}, "pattern has 9 entries, and the decoder has 6 layers"),
-        ({"num_layers": 10**10}, "total_layers=10000000000 must be at most 10,000"),
         ({"pattern": ()}, r"pattern=\(\) must begin with entries"),
         ({"pattern": (((0,), STATES),)}, "must begin with entries, such as 'sliding_window"),
         ({"pattern": (WINDOW, ((0,), STATES), WINDOW)}, "must begin with entries"),

@@ -15,6 +15,7 @@ from decoders import with_mixer
 from families import BYTES, CONFIGS, SLIDE, W
 from harness_items import items
 from test_export import TEXT, sentencepiece
+from test_texts import like_llama_2
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.own_decoders import check_decoder, tokenizer_settings
@@ -29,7 +30,6 @@ from meliad_like.models.model import Model
 from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
 from meliad_like.training.checkpoints import named_arrays
 from meliad_like.vocabularies.dictionary import DictionaryVocabulary
-from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 # Nothing is downloaded, and no copy of the model's code stays.
 HOME = tempfile.TemporaryDirectory()
@@ -123,8 +123,7 @@ def test_a_folder_has_all_parameters_and_needs_nothing_else(tmp_path):
 
 def test_a_vocabulary_without_a_tokenizer_gets_none():
     counted = DictionaryVocabulary([("a", 2), ("b", 1)])
-    changing = SentencePieceVocabularyConfig(size=290, keep_whitespace=False).make([TEXT * 9])
-    assert tokenizer_settings(counted) is None and tokenizer_settings(changing) is None
+    assert tokenizer_settings(counted) is None and tokenizer_settings(like_llama_2()) is None
 
 
 @needs_torch

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from meliad_like.conversion.pretrained import export_tokenizer
 from meliad_like.errors import UserError
-from meliad_like.run.text import encode_prompt
+from meliad_like.run.text import encode_text
 from meliad_like.vocabularies.base import load_vocabulary
 from meliad_like.vocabularies.tokenizers import (
     TOKENIZER_NAME,
@@ -186,8 +186,8 @@ def test_a_prompt_without_tokens_is_refused(folder, named):
     assert not vocabulary.lossless
     assert vocabulary.end_of_document not in vocabulary.encode("naïve Привет")
     with pytest.raises(UserError, match="no token for 'П'"):
-        encode_prompt(vocabulary, "naïve Привет")
-    assert vocabulary.decode(encode_prompt(vocabulary, "naïve ⁇")) == "naïve ⁇"
+        encode_text(vocabulary, "naïve Привет")
+    assert vocabulary.decode(encode_text(vocabulary, "naïve ⁇").tokens) == "naïve ⁇"
 
 
 def test_the_end_of_a_document_is_in_no_text(folder):

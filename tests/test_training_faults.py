@@ -171,7 +171,7 @@ def test_a_checkpoint_cut_short(bindings, tmp_path, caplog):
     [
         ("DecoderConfig.window_length = 48", "segment_length=64 must be a multiple of window_length=48"),
         ("ReaderConfig.store = '/nowhere/store'", "there is no token store at /nowhere/store: make it with python -m"),
-        ("ReaderConfig.store = ''", "no token store is named: add the documents of a task, such as --gin_file=task/"),
+        ("ReaderConfig.store = ''", "no token store is named: add documents (--gin_file=task/"),
         ("VocabularyConfig.size_multiple = 16", "was made by other vocabulary settings"),
         ("SourceConfig.empty = 'skip'", "was made by other source settings"),
         (

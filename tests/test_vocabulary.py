@@ -130,12 +130,6 @@ def test_a_large_text_is_encoded_in_pieces(monkeypatch):
     assert not vocabulary.restores(text, np.append(whole, whole[-1:]))
 
 
-def test_training_without_whitespace():
-    vocabulary = trained(keep_whitespace=False)
-    assert not vocabulary.lossless
-    assert vocabulary.decode(vocabulary.encode("return  a\nlist")) == "return a list"
-
-
 def test_numbers_with_a_token_for_every_digit():
     texts = [text + "\n1234567 in 1234567\n" for text in TEXTS]
     vocabulary = SentencePieceVocabularyConfig(size=500, split_digits=True).make(texts)

@@ -10,7 +10,7 @@ import itertools
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from etils import epath
 from gin import config_parser
@@ -45,6 +45,7 @@ class Binding:
 
 # From `Class.parameter`, or the bare name of a macro, to its binding.
 Bindings = dict[str, Binding]
+Values: TypeAlias = Mapping[str, Any] | None
 
 
 class Placeholder(str):
@@ -62,7 +63,7 @@ class _Delegate(config_parser.ParserDelegate):
         return Placeholder(f"%{macro_name}")
 
 
-def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping[str, Any] | None = None) -> Bindings:
+def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Values = None) -> Bindings:
     """All bindings of a run, macros replaced by their values.
 
     Precedence: (1) `--gin_param`, the last one first; (2) `values` by `Class.field`; (3) `--gin_file`s, whose order
@@ -84,8 +85,7 @@ def collect(gin_files: Sequence[str], gin_params: Sequence[str], values: Mapping
         if "." in key
     }
     for name, binding in bindings.items():
-        # A macro of base.gin may stay unread, because size files set macros that only some rows use. One that is given
-        # by --gin_param must be read.
+        # A macro of base.gin may stay unread in files, because size files set macros that only some rows use.
         optional = name in base and name not in parameters
         if "." not in name and name not in read and not optional:
             known = [key for key in base if "." not in key and key != name]

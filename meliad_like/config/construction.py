@@ -2,13 +2,11 @@
 
 A field is bound by the name of its class (`TrainingConfig.num_steps = 3`), or by that of a base class which has the
 field too, so that one binding serves all kinds of a role. Dataclasses inside a config are bound in the same way. A
-field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "decoder"`), or to the names of several;
-with `named_in` another field has these names.
+field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "decoder"`), or to the names of several.
 """
 
 import contextlib
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Iterable
 from types import UnionType
@@ -25,9 +23,8 @@ Maker = Callable[[], Any]
 def build(bindings: Bindings, *roots: Any) -> tuple[Any, ...]:
     """Configs from bindings, each of which must be read by one of them.
 
-    Bindings of base.gin are defaults: they may belong to a kind that is not chosen, or to a root that is not asked for.
-    Where nothing is bound, the defaults of a root that is a class hold, or the values of one that is a config. Raises a
-    UserError if a binding is wrong or nothing reads it, or if the values don't go together.
+    Nothing needs to read bindings of base.gin. Where nothing is bound, the defaults of a root that is a class hold, or
+    the values of a config. Raises a UserError if a binding is wrong or nothing reads it, or values don't go together.
     """
     builder = _Builder(bindings)
     makers = [builder.maker(root) for root in roots]
@@ -179,16 +176,11 @@ def field_types(config_class: type) -> dict[str, Any]:
 
 
 def fit(value: Any, expected: Any, name: str) -> Any:
-    """`value` as the type `expected`: lists become tuples, integers floats. Raises a UserError if it does not fit.
-
-    Infinity is refused: gin can't say it, and a saved config would not be read again.
-    """
+    """`value` as the type `expected`: lists become tuples, integers floats. Raises a UserError if it does not fit."""
     try:
         return _fit(value, expected)
     except TypeError:
         raise UserError(f"{name}={value!r} must be {_describe(expected)}") from None
-    except OverflowError:
-        raise UserError(f"{name}={value!r} must be finite") from None
 
 
 def _fit(value: Any, expected: Any) -> Any:
@@ -202,8 +194,6 @@ def _fit(value: Any, expected: Any) -> Any:
         if len(element_types) == len(value):
             return tuple(map(_fit, value, element_types))
     elif expected is float and type(value) in (int, float):
-        if not math.isfinite(value):
-            raise OverflowError
         return float(value)
     # `type(...) is`: True is an int to isinstance, and num_layers=True is a mistake.
     elif expected is Any or (value in arguments if origin is Literal else type(value) is (origin or expected)):

@@ -1,8 +1,7 @@
 """The files that `--gin_file` and `include` name: gin files, and rows of tables, which stand for gin files.
 
 `block_recurrent/table3/states_128` is the row `states_128` of `block_recurrent/table3.csv`. Its column `files` has what
-it includes, separated by spaces, and `bindings` its own, separated by semicolons. Other columns are for those who read
-the table, such as `experiments`.
+it includes, separated by spaces, and `bindings` its own, separated by semicolons. Other columns are for `experiments`.
 """
 
 import csv

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from meliad_like.config import construction
-from meliad_like.config.bindings import Bindings, Rank, collect
+from meliad_like.config.bindings import Bindings, Rank, Values, collect
 from meliad_like.data.readers import READERS, LanesReaderConfig, ReaderConfig
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
@@ -104,8 +104,6 @@ class StagesConfig:
             if lengths and len(lengths) != len(self.num_steps):
                 steps = f"StagesConfig.num_steps={self.num_steps}"
                 raise UserError(f"StagesConfig.{name}={lengths} and {steps} must have a number for each stage")
-        if any(steps < 1 for steps in self.num_steps):
-            raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
 
 Config = TypeVar("Config")
@@ -150,9 +148,7 @@ class RunConfig:
             stages_of(self)
 
 
-def parse(
-    gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
-) -> RunConfig:
+def parse(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Values = None) -> RunConfig:
     """The run that `base.gin`, these `--gin_file`s (in any order) and these `--gin_param`s describe.
 
     `values` by `Class.field` win over every file, and not over `gin_params`; kinds have their names.
@@ -176,9 +172,7 @@ class Changes(NamedTuple):
         return binding.value if binding is not None and type(binding.value) is type(default) else default
 
 
-def read_changes(
-    gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Mapping[str, Any] | None = None
-) -> Changes:
+def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Values = None) -> Changes:
     """Reads changes of a saved config, as `parse` does; base.gin changes nothing."""
     bindings = collect(gin_files, gin_params, values)
     return Changes({key: binding for key, binding in bindings.items() if binding.rank != Rank.DEFAULT})

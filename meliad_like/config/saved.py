@@ -42,8 +42,7 @@ def rebuild(config_class: type[Config], saved: Mapping[str, Any]) -> Config:
 
 
 def to_gin(run: RunConfig, names: Collection[str] | None = None) -> str:
-    """The config as a gin file that binds every parameter: read again, it gives the same run. With `names`, only these
-    are bound."""
+    """The config as a gin file that binds every parameter, or those in `names`: read again, it gives the same run."""
     sections = collections.defaultdict(list)
     for key, value in bound_values(run).items():
         if names is not None and key not in names:
@@ -53,19 +52,13 @@ def to_gin(run: RunConfig, names: Collection[str] | None = None) -> str:
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Values in which two configs differ: (old, new) by the names with which gin binds them.
-
-    Kinds that differ are compared only by their names, not by their fields.
-    """
+    """Values in which two configs differ: (old, new) by the names of their bindings. Of other kinds only the names."""
     old, new = bound_values(old), bound_values(new)
     return {key: (value, new[key]) for key, value in old.items() if key in new and value != new[key]}
 
 
 def check_workdir(run: RunConfig, workdir: str | epath.Path, flag: str = "--workdir") -> None:
-    """Raises a UserError if a folder holds a run that differs in a field that is not `resumable`.
-
-    A folder without a checkpoint belongs to nobody.
-    """
+    """Raises a UserError if a folder has checkpoints of a run that differs in a field that is not `resumable`."""
     path = epath.Path(workdir) / JSON_NAME
     steps = [int(each.name) for each in path.parent.glob("checkpoints/*") if each.name.isdecimal()]
     if not path.exists() or not steps:

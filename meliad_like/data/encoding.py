@@ -89,9 +89,7 @@ def encode_all(
             num_bytes += sum(result.num_bytes for result in results if isinstance(result, Encoded))
             yield from results
     except BrokenProcessPool:
-        raise UserError(
-            "a process that tokenises was killed, probably because memory is full: use fewer of them (--workers)"
-        ) from None
+        raise UserError("a process was killed, probably because memory is full: use fewer (--workers)") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

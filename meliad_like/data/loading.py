@@ -54,7 +54,5 @@ def load_batches(reader: Reader, sharding: jax.sharding.Sharding, start_step: in
     num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
     batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
     loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=BATCHES_AHEAD))
-    on_devices = grain.experimental.ThreadPrefetchIterDataset(
-        loaded.map(to_devices), prefetch_buffer_size=DEVICE_BATCHES_AHEAD
-    )
-    return BatchIterator(iter(on_devices))
+    ahead = grain.experimental.ThreadPrefetchIterDataset
+    return BatchIterator(iter(ahead(loaded.map(to_devices), prefetch_buffer_size=DEVICE_BATCHES_AHEAD)))

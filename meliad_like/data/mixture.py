@@ -1,7 +1,6 @@
 """A mixture of token stores: each is read with its own share of the targets."""
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ class MixedSchedule(Schedule):
     """An endless schedule of the documents of several sources, each in random orders of its own, epoch after epoch.
 
     When a lane is free, it gets a document of the source that has the fewest blocks until then, measured by its share.
-    So the shares hold in the long run exactly, and at any time as far as documents end: a lane reads whole documents.
     """
 
     sizes: Sequence[int]
@@ -47,24 +45,20 @@ class MixedSchedule(Schedule):
 
     def _deal(self) -> bool:
         """Assigns a document to each lane of those that are free first."""
-        time, lanes = self._free[0] // self.num_lanes, []
-        while self._free and self._free[0] // self.num_lanes == time:
-            lane = heapq.heappop(self._free) % self.num_lanes
-            lanes.append(lane)
+        time = self._free[0] // self.num_lanes
+        lanes = [place % self.num_lanes for place in self._free if place // self.num_lanes == time]
+        for lane in lanes:
             if (source := self._source_of_lane.get(lane)) is not None:
                 self._lanes[source] -= 1
                 self._sum_of_ends[source] -= time
-        for lane in lanes:
+        for _ in lanes:
             source = min(range(len(self.sizes)), key=lambda source: self._read(source, time + 1) / self.shares[source])
             document = next(self._orders[source])
             blocks = int(self.document_blocks[document])
-            self._starts[lane].append(time)
-            self._documents[lane].append(document)
-            self._source_of_lane[lane] = source
+            self._source_of_lane[self._assign(document, blocks)] = source
             self._assigned[source] += blocks
             self._lanes[source] += 1
             self._sum_of_ends[source] += time + blocks
-            heapq.heappush(self._free, (time + blocks) * self.num_lanes + lane)
         return True
 
     def _read(self, source: int, block: int) -> int:
@@ -101,19 +95,15 @@ class MixtureReaderConfig(ReaderConfig):
     """Like lanes, with the documents of several token stores, each with its share of the targets."""
 
     other_stores: tuple[str, ...] = resumable(())
-    """Folders of the token stores in addition to `store`, which must have the same vocabulary. Another folder with the
-    same contents may take the place of one when a run resumes."""
+    """Folders of further token stores, with the same vocabulary. When a run resumes, other folders may have them."""
     weights: tuple[float, ...] = ()
-    """The shares of the stores in all targets, or anything proportional to them: first of `store`, then of the others
-    in their order."""
+    """The shares in all targets, or anything proportional to them: of `store`, then of the others in their order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.weights) != 1 + len(self.other_stores) or min(self.weights) <= 0:
-            raise UserError(
-                f"MixtureReaderConfig.weights={self.weights} must have a number above 0 for ReaderConfig.store and for "
-                f"each of the MixtureReaderConfig.other_stores={self.other_stores}"
-            )
+            stores = f"ReaderConfig.store and for each of the MixtureReaderConfig.other_stores={self.other_stores}"
+            raise UserError(f"MixtureReaderConfig.weights={self.weights} must have a number above 0 for {stores}")
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -126,16 +116,12 @@ class MixtureReaderConfig(ReaderConfig):
         first, *further = stores = list(map(TokenStore, (self.store, *self.other_stores)))
         for other in further:
             if other.info.vocabulary != first.info.vocabulary:
-                raise UserError(
-                    f"the token stores {first.folder} and {other.folder} have different vocabularies: prepare the "
-                    f"second with that of the first (FileVocabularyConfig.model_file = '{first.folder}')"
-                )
+                way_out = f"prepare the second with FileVocabularyConfig.model_file = '{first.folder}'"
+                raise UserError(f"{first.folder} and {other.folder} have different vocabularies: {way_out}")
         for one, other in itertools.combinations(stores, 2):
             if one.infos[0].fingerprint == other.infos[0].fingerprint:
-                raise UserError(
-                    f"the token stores {one.folder} and {other.folder} have the same documents: name one of them, with "
-                    "the sum of their MixtureReaderConfig.weights"
-                )
+                way_out = "name one of them, with the sum of their MixtureReaderConfig.weights"
+                raise UserError(f"{one.folder} and {other.folder} have the same documents: {way_out}")
         return stores
 
     def documents(self, stores: Sequence[TokenStore], split: str) -> Documents:

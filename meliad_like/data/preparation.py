@@ -123,9 +123,8 @@ def prepare(
                 _upload(local, place)
             return TokenStore(place)
         except refusals() as error:
-            raise UserError(
-                f"the token store {place} can't be written or read: {one_line(error)}; the same command tries again"
-            ) from None
+            problem = f"the token store {place} can't be written or read: {one_line(error)}"
+            raise UserError(f"{problem}; the same command tries again") from None
     folder, parts = _places(folder)
     # A second process waits here, and then finds the complete store.
     with locked(folder.parent / f".{folder.name}.lock"):
@@ -134,7 +133,7 @@ def prepare(
             shutil.rmtree(parts, ignore_errors=True)
     store = TokenStore(folder)
     # Copies are looked for once: where documents are small, many must be compared.
-    for warning in (*_warnings(source, opened, store), *(_warnings_of_copies(store) if work else ())):
+    for warning in (*_warnings(opened, store), *(_warnings_of_copies(store) if work else ())):
         CONSOLE.print(warning, style="yellow")
     _print_table(store)
     return store
@@ -279,10 +278,8 @@ def _join(folder: Path, parts: Path, work: Work) -> tuple[Vocabulary, Written]:
     """Writes the splits of all parts, one part after the other, and their vocabulary."""
     number = _check_parts(parts, _identity(work.config, work.source, work.vocabulary))
     if missing := [f"{i}/{number}" for i in range(1, number + 1) if not (parts / str(i)).exists()]:
-        raise UserError(
-            f"{len(missing)} of the {number} parts in {parts} are not there: make them with "
-            f"--part={', '.join(missing[:SHOWN])}, or delete the folder to begin again"
-        )
+        way_out = f"make them with --part={', '.join(missing[:SHOWN])}, or delete the folder to begin again"
+        raise UserError(f"{len(missing)} of the {number} parts in {parts} are not there: {way_out}")
     shutil.copytree(parts / VOCABULARY_NAME, folder, dirs_exist_ok=True)
     vocabulary, skipped, changed = load_vocabulary(folder), [], 0
     writers = {split: SplitWriter(folder / split, vocabulary) for split in SPLITS}
@@ -359,18 +356,14 @@ def _write(folder: Path, vocabulary: AnyPath, config: SourceConfig, source: Sour
 
 
 def _check_store(folder: Path, work: Work, written: Written, for_training: bool) -> None:
-    """Raises a UserError if two documents of a split have one name, or if documents are missing: those that the config
-    names, or documents for training."""
+    """Raises a UserError if documents of a split have one name, or a listed or all training documents are missing."""
     config, source, earlier = work.config, work.source, work.earlier.folders if work.earlier else []
     # `fill_splits` may have taken a document out of its split, where the same document must not come again.
     for splits in [SPLITS] if earlier and source.by_share else [(split,) for split in SPLITS]:
         if (repeated := repeated_name(place / split for place in (*earlier, folder) for split in splits)) is not None:
             name, first, second = repeated
-            raise UserError(
-                f"documents {first} and {second} of {', '.join(splits)} are both named {name!r}, and a name must be "
-                "unique in its split: rename one of them, or name another field in RecordsSourceConfig.name_field ('': "
-                "numbers)"
-            )
+            way_out = "rename one of them, or name another field in RecordsSourceConfig.name_field ('': numbers)"
+            raise UserError(f"documents {first} and {second} of {', '.join(splits)} are both named {name!r}: {way_out}")
     if earlier:
         return
     left_out = f"{len(written.skipped)} were left out"
@@ -378,27 +371,18 @@ def _check_store(folder: Path, work: Work, written: Written, for_training: bool)
         names = [(folder / split / NAMES_NAME).read_bytes() for split in ("validation", "test")]
         text = "\n" + b"".join(names).decode(errors="surrogatepass")
         if unknown := [name for name in sorted(config.listed) if f"\n{name}\n" not in text]:
-            raise UserError(
-                f"validation_documents or test_documents names {unknown[0]!r}, which is not a document of the source "
-                f"({left_out})"
-            )
+            problem = f"validation_documents or test_documents names {unknown[0]!r}"
+            raise UserError(f"{problem}, which is not a document of the source ({left_out})")
     numbers = {split: totals.documents for split, totals in written.splits.items()}
     if not any(numbers.values()) or (for_training and not numbers["train"]):
         counts = ", ".join(f"{number} for {split}" for split, number in numbers.items())
-        by_lists = "SourceConfig.validation_documents and test_documents" if config.listed else ""
-        by_share = "SourceConfig.validation_share and test_share" if source.by_share else ""
-        raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({left_out}), by "
-            f"{by_lists or by_share or 'the names of folders and files'}; "
-            f"{source.passed_over or 'no files were passed over'}"
-        )
+        problem = f"the {SOURCES.name_of(config)} source has no documents for training: {counts} ({left_out})"
+        raise UserError(f"{problem}; {source.passed_over or 'no files were passed over'}")
 
 
-def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterator[str]:
+def _warnings(source: Source, store: TokenStore) -> Iterator[str]:
     if not store.vocabulary.lossless or store.info.changed:
-        yield (
-            "this vocabulary does not keep every text exactly: bits per byte are not comparable with those of others"
-        )
+        yield "this vocabulary does not keep every text exactly: bits per byte are not comparable with others'"
     if unscored := sum(totals.unscored for totals in store.info.splits.values()):
         total = sum(totals.tokens for totals in store.info.splits.values())
         yield f"{unscored:,} of {total:,} tokens are read and cost no loss"
@@ -414,9 +398,7 @@ def _warnings(config: SourceConfig, source: Source, store: TokenStore) -> Iterat
         yield source.passed_over
     for split in ("validation", "test"):
         if not store.totals(split).documents:
-            share = getattr(config, f"{split}_share")
-            raise_it = f"raise SourceConfig.{split}_share ({share} of the documents, at random), or "
-            advice = raise_it if source.by_share else ""
+            advice = f"raise SourceConfig.{split}_share, or " if source.by_share else ""
             yield f"no document is for {split}: {advice}name some in SourceConfig.{split}_documents"
 
 

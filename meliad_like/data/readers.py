@@ -64,8 +64,7 @@ class LanesReader(ScheduledReader):
     """Each lane reads documents one after the other, one segment a step.
 
     A document of L tokens gives L - 1 inputs and, one further, L - 1 targets. It begins on the next block boundary
-    after the document before it, so that at most one block's rest is padding. Documents of fewer than two tokens have
-    no target and are left out, with a warning.
+    after the document before it, so that at most one block's rest is padding. A document of one token is left out.
 
     With an overlap, each window (block) repeats the last tokens of the window before it, and only new tokens are
     targets: Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2. Window i of a document has
@@ -78,8 +77,7 @@ class LanesReader(ScheduledReader):
     whole_segments: bool = False
     """Whether a document begins with a segment, not only with a block; the rest of its last one is padding."""
     separate: bool = False
-    """Whether each segment is a separate sequence, whose first window repeats nothing: the document is cut into
-    sequences without overlap."""
+    """Whether each segment is a sequence of its own: no two overlap, and its first window repeats nothing."""
 
     def __post_init__(self) -> None:
         n, w = self.segment_length, self.window_length
@@ -181,9 +179,9 @@ class StreamReader(Reader):
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         batch.start[:, 0] = self.shuffle or step_of_epoch == 0
         for row, lane in enumerate(lanes):
-            segment = (
-                step_of_epoch * self.num_lanes + lane if self.shuffle else lane * self.steps_per_epoch + step_of_epoch
-            )
+            segment = lane * self.steps_per_epoch + step_of_epoch
+            if self.shuffle:
+                segment = step_of_epoch * self.num_lanes + lane
             if segment >= self._num_segments:
                 continue
             if self.shuffle:
@@ -220,10 +218,8 @@ class ReaderConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, ("segment_length", "tokens_per_step"))
-        if self.tokens_per_step % self.segment_length:
-            raise UserError(
-                f"tokens_per_step={self.tokens_per_step} must be a multiple of segment_length={self.segment_length}"
-            )
+        if (tokens := self.tokens_per_step) % self.segment_length:
+            raise UserError(f"tokens_per_step={tokens} must be a multiple of segment_length={self.segment_length}")
 
     @property
     def num_lanes(self) -> int:
@@ -270,10 +266,8 @@ class ReaderConfig:
 
     def check_model(self, model: Any) -> None:
         """Raises a UserError if it can't read for a model of this config."""
-        if self.segment_length % model.window_length:
-            raise UserError(
-                f"segment_length={self.segment_length} must be a multiple of window_length={model.window_length}"
-            )
+        if (n := self.segment_length) % model.window_length:
+            raise UserError(f"segment_length={n} must be a multiple of window_length={model.window_length}")
 
     def training_overlap(self, overlap: int) -> int:
         """The number of tokens that windows repeat in training, where they repeat `overlap` in evaluations. Raises a
@@ -314,8 +308,7 @@ class LanesReaderConfig(ReaderConfig):
 
 @READERS.register("windows")
 class WindowsReaderConfig(ReaderConfig):
-    """Like lanes, but each segment is a separate sequence, whose windows repeat the last tokens of the window before
-    (the model's `overlap`)."""
+    """Like lanes, but each segment is a separate sequence, whose windows overlap by the model's `overlap`."""
 
     segments_follow: bool = False
     """Whether a lane keeps its carry where its next segment continues the same document."""

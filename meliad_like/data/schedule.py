@@ -18,7 +18,7 @@ import numpy as np
 
 from meliad_like.errors import UserError
 
-PIECE = 2**16
+PIECE = 2**12
 """The largest number of documents that are assigned at once."""
 
 
@@ -61,9 +61,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.document_blocks.any():
             raise UserError("no document has a token to predict: prepare a token store from longer documents")
-        self._pieces = self._stream()
-        # A heap with an integer for each lane, (block at which it is free) * num_lanes + lane, so that ties go to the
-        # lowest lane.
+        self._pieces = self._in_order()
+        # A heap with (block at which it is free) * num_lanes + lane of each lane: of equals, the lowest lane is first.
         self._free = list(range(self.num_lanes))
         self._starts = [array("q") for _ in range(self.num_lanes)]
         self._documents = [array("i") for _ in range(self.num_lanes)]
@@ -110,27 +109,19 @@ class Schedule:
         """Assigns the next documents. Returns whether there were any."""
         if (documents := next(self._pieces, None)) is None:
             return False
-        free, lengths = self._free, (self.document_blocks[documents] * self.num_lanes).tolist()
-
-        def next_place(place: int, length: int) -> int:
-            return heapq.heappushpop(free, place + length)
-
-        # Each document's place depends on the lengths of all before it, so that only a heap (in C) gives it.
-        places = itertools.accumulate(lengths, next_place, initial=heapq.heappop(free))
-        places = np.fromiter(places, np.int64, len(lengths) + 1)
-        heapq.heappush(free, int(places[-1]))
-        starts, lanes = np.divmod(places[:-1], self.num_lanes)
-        # numpy sorts integers of 16 bits in linear time.
-        by_lane = np.argsort(lanes.astype(np.min_scalar_type(self.num_lanes)), kind="stable")
-        starts, documents = starts[by_lane], documents[by_lane]
-        used, begins = np.unique(lanes[by_lane], return_index=True)
-        parts = (np.split(column, begins[1:]) for column in (starts, documents))
-        for lane, starts_of_lane, documents_of_lane in zip(used, *parts, strict=True):
-            self._starts[lane].frombytes(starts_of_lane.tobytes())
-            self._documents[lane].frombytes(documents_of_lane.tobytes())
+        for document, blocks in zip(documents.tolist(), self.document_blocks[documents].tolist(), strict=True):
+            self._assign(document, blocks)
         return True
 
-    def _stream(self) -> Iterator[np.ndarray]:
+    def _assign(self, document: int, blocks: int) -> int:
+        """Assigns a document to the lane that is free first, and returns the lane."""
+        start, lane = divmod(place := self._free[0], self.num_lanes)
+        heapq.heapreplace(self._free, place + blocks * self.num_lanes)
+        self._starts[lane].append(start)
+        self._documents[lane].append(document)
+        return lane
+
+    def _in_order(self) -> Iterator[np.ndarray]:
         """The documents of all epochs in the order in which they are assigned, some at a time."""
         documents = np.flatnonzero(self.document_blocks).astype(np.int32)
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):

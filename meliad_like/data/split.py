@@ -47,8 +47,7 @@ class Documents:
     free: tuple[int, ...] = ()
     """The ids that cost no loss as targets (`Vocabulary.free`)."""
     scored: Callable[[int, int, int], np.ndarray] | None = None
-    """The function (document, start, stop) -> whether each token in this range costs loss as a target, bool; None: all
-    tokens do (but `free`)."""
+    """The function (document, start, stop) -> whether each token costs loss as a target, bool; None: all but `free`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -59,9 +58,7 @@ class Documents:
             raise IndexError(f"tokens {start} to {stop} of document {document}")
         return self.read(document, start, stop)
 
-    def costs_loss(
-        self, document: int, start: int, targets: Int[np.ndarray, " targets"]
-    ) -> Bool[np.ndarray, " targets"]:
+    def costs_loss(self, document: int, start: int, targets: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """True for each of these targets that costs loss: tokens of a document from position `start` on."""
         counted = np.isin(targets, self.free, invert=True)
         return counted if self.scored is None else counted & self.scored(document, start, start + len(targets))
@@ -203,16 +200,10 @@ def copies(documents: Documents, others: Documents) -> list[tuple[int, int]]:
     return [(i, places[value]) for i, value in hashes(documents, sizes(others)).items() if value in places]
 
 
-def random_order(num_documents: int) -> Int[np.ndarray, " documents"]:
-    """A random order of the documents of a split, the same one each time."""
-    return permutation(num_documents, 0)
-
-
 def random_subset(lengths: np.ndarray, max_tokens: int) -> Int[np.ndarray, " documents"]:
-    """Indices of random whole documents, the same ones each time, with at most `max_tokens` tokens together; documents
-    that no longer fit are skipped."""
+    """Indices of random whole documents, the same ones each time, that have at most `max_tokens` tokens together."""
     members, total = [], 0
-    for document in random_order(len(lengths)).tolist():
+    for document in permutation(len(lengths), 0).tolist():
         if total + lengths[document] <= max_tokens:
             members.append(document)
             total += lengths[document]

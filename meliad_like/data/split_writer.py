@@ -94,8 +94,7 @@ class SplitWriter:
 
 
 def repeated_name(folders: Iterable[epath.Path | Path]) -> tuple[str, int, int] | None:
-    """A name that two documents in folders of splits have, with their numbers in all of these, from 1; None if all
-    names differ."""
+    """A name that two documents in folders of splits have, and their numbers in these, from 1; None: all differ."""
     folders = list(folders)
 
     def names() -> Iterator[bytes]:

@@ -10,8 +10,7 @@
     files.json            the files of the documents: name -> [size, time of the last change, SHA-256]
     version-2/ ...        all of these but the vocabulary, of documents that were added later
 
-A store grows by versions: each has the documents of the one before, with the same numbers, and then those that were
-added. A run reads the version that it began with.
+A store grows by versions: each has the documents of the one before, with the same numbers, and then those added.
 
 The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
 when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
@@ -34,7 +33,7 @@ from etils import epath
 
 from meliad_like.caches import cache_folder
 from meliad_like.data.split import Documents, Names
-from meliad_like.errors import MissingStoreError, StoreError, UserError, refusals
+from meliad_like.errors import StoreError, UserError, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import (
     Version,
@@ -111,13 +110,13 @@ class StoreInfo:
     """The number of documents of which decoding does not give the text."""
     settings: dict[str, Any]
     """The settings of the source and of the vocabulary, which messages compare."""
-    by_share: bool | None = None
-    """`Source.by_share`; None: an older store doesn't know."""
+    by_share: bool
+    """`Source.by_share`."""
 
 
 def files_fingerprint(source: Source) -> str:
     """Fingerprint of the names, sizes and times of the files of a source."""
-    return fingerprint([(file.name, *(file.version[:2] if file.version else ())) for file in source.files])
+    return fingerprint([(file.name, *file.version[:2]) for file in source.files])
 
 
 def absolute_folder(source: SourceConfig) -> str:
@@ -141,10 +140,7 @@ class TokenStore:
           version: from 1; None: the newest.
         """
         if not str(folder):
-            raise UserError(
-                "no token store is named: add the documents of a task, such as --gin_file=task/standard_library.gin, "
-                "or bind ReaderConfig.store"
-            )
+            raise UserError("no token store is named: add documents (--gin_file=task/...), or bind ReaderConfig.store")
         self.folder = any_path(folder)
         infos = [read_info(self.folder)]
         while ((added := self.folder / version_name(len(infos) + 1)) / STORE_NAME).exists():
@@ -179,9 +175,7 @@ class TokenStore:
         """The vocabulary of the tokens. Raises a UserError if the saved vocabulary is damaged."""
         vocabulary = load_vocabulary(self.folder)
         if vocabulary.fingerprint != self.info.vocabulary:
-            raise UserError(
-                f"the vocabulary in {self.folder} is not the one of its tokens: delete the store and prepare it again"
-            )
+            raise UserError(f"the vocabulary in {self.folder} is not that of its tokens: delete and prepare it again")
         return vocabulary
 
     def totals(self, split: str) -> Totals:
@@ -201,11 +195,8 @@ class TokenStore:
         present = [split for split, totals in self.info.splits.items() if totals.documents]
         if name not in present:
             problem = "has no documents" if name in self.info.splits else "is unknown"
-            raise UserError(
-                f"split {name!r} {problem} in the token store {self.folder}: choose one of {', '.join(present)}, or "
-                "prepare another store, named by ReaderConfig.store, with larger SourceConfig.validation_share or "
-                "test_share"
-            )
+            way_out = f"choose one of {', '.join(present)}, or prepare another store with larger shares (SourceConfig)"
+            raise UserError(f"split {name!r} {problem} in the token store {self.folder}: {way_out}")
         members = [
             self._documents(name, folder, info)
             for folder, info in zip(self.folders, self.infos, strict=True)
@@ -232,18 +223,14 @@ class TokenStore:
         def read(document: int, start: int, stop: int) -> np.ndarray:
             tokens = stored[begins[document] + start : begins[document] + stop].astype(np.int32)
             if (wrong := np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary.size))).size:
-                raise UserError(
-                    f"token {tokens[wrong[0]]} at position {start + wrong[0]} of document {name_of(document)} is not "
-                    f"in the vocabulary of {self.vocabulary.size}: prepare the token store again"
-                )
+                token = f"token {tokens[wrong[0]]} at position {start + wrong[0]} of document {name_of(document)}"
+                raise UserError(f"{token} is not in the vocabulary of {self.vocabulary.size}: prepare the store again")
             return tokens
 
         def scored(document: int, start: int, stop: int) -> np.ndarray:
             counted, begin = np.ones(stop - start, bool), begins[document] + start
-            near = slice(
-                np.searchsorted(unscored[1], begin, "right"), np.searchsorted(unscored[0], begin + stop - start)
-            )
-            for first, last in (unscored[:, near] - begin).T.tolist():
+            near = np.searchsorted(unscored[1], begin, "right"), np.searchsorted(unscored[0], begin + stop - start)
+            for first, last in (unscored[:, slice(*near)] - begin).T.tolist():
                 counted[max(first, 0) : last] = False
             return counted
 
@@ -265,10 +252,8 @@ class TokenStore:
                     with whole_folder(copy) as incomplete:
                         copy_folder(place / split, epath.Path(incomplete))
                 except refusals() as error:
-                    raise UserError(
-                        f"{place / split} can't be copied to {copy.parent}: {one_line(error)}; the same command "
-                        "tries it again"
-                    ) from error
+                    problem = f"{place / split} can't be copied to {copy.parent}: {one_line(error)}"
+                    raise UserError(f"{problem}; the same command tries it again") from error
             _check_size(epath.Path(copy), split, info, f"delete {copy}, a copy")
         return epath.Path(copy)
 
@@ -285,19 +270,15 @@ class TokenStore:
         for name, config in ("source", source), ("vocabulary", vocabulary):
             if getattr(self.info, f"{name}_settings") != config.settings_fingerprint:
                 differing = describe_differences({name: self.info.settings[name]}, {name: config.settings})
-                raise StoreError(
-                    str(self.folder),
-                    f"the token store {self.folder} was made by other {name} settings than this run's: "
-                    f"{differing}; correct the settings, or prepare another store, named by ReaderConfig.store, or "
-                    "delete this one and make it again",
-                )
+                problem = f"the token store {self.folder} was made by other {name} settings than this run's"
+                way_out = "correct them, or prepare another ReaderConfig.store, or delete this one and make it again"
+                raise StoreError(str(self.folder), f"{problem}: {differing}; {way_out}")
         return self.check_documents(source, opened)
 
     def check_documents(self, source: SourceConfig, opened: Source | None = None) -> list[SourceFile]:
         """The files of the source that it did not have when the store was made, whose documents `prepare` adds.
 
-        Raises a UserError if the store was made from other documents. A folder that was moved is the same one, and it
-        may be missing on machines that only have the store.
+        Raises a UserError if the store was made from other documents. A folder may have moved, or be missing here.
         """
         folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
         try:
@@ -313,11 +294,9 @@ class TokenStore:
             if (added := self.added_files(source, opened)) is not None:
                 return added
             change = "which have changed since" if same_folder else f"and those in {folder} are others"
-        raise UserError(
-            f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}: name the "
-            "documents of the store, or prepare another one, named by --store or ReaderConfig.store; "
-            "FolderSourceConfig.folder = '' reads the store without its documents"
-        )
+        problem = f"the token store {self.folder} was made from the documents in {self.info.folder}, {change}"
+        way_out = "name these documents, or prepare another store (--store, ReaderConfig.store)"
+        raise UserError(f"{problem}: {way_out}; FolderSourceConfig.folder = '' reads the store without its documents")
 
     def added_files(self, config: SourceConfig, source: Source) -> list[SourceFile] | None:
         """The files of a source that it did not have when the store was made; None if others have changed since.
@@ -330,7 +309,7 @@ class TokenStore:
         for folder in self.folders:
             saved |= read_object(folder / FILES_NAME)
         old = [file for file in source.files if file.name in saved]
-        touched = [file for file in old if saved[file.name][:2] != list(file.version[:2] if file.version else ())]
+        touched = [file for file in old if saved[file.name][:2] != [*file.version[:2]]]
         read_contents(source, (file for file in touched if file.name not in source.contents))
         changed = [file for file in touched if saved[file.name][2] != source.contents[file.name]]
         added = [file for file in source.files if file.name not in saved]
@@ -351,10 +330,9 @@ class TokenStore:
     def check_vocabulary(self, fingerprint: str, owner: str) -> None:
         """Raises a UserError unless `owner` (such as `the checkpoint DIR`) has this store's vocabulary."""
         if fingerprint != self.info.vocabulary:
-            raise UserError(
-                f"the vocabulary of {owner} ({short(fingerprint)}) is not that of the token store {self.folder} "
-                f"({short(self.info.vocabulary)}): choose the store that it was trained with"
-            )
+            theirs, ours = short(fingerprint), short(self.info.vocabulary)
+            problem = f"the vocabulary of {owner} ({theirs}) is not that of the token store {self.folder} ({ours})"
+            raise UserError(f"{problem}: choose the store that it was trained with")
 
 
 def read_info(folder: Path | epath.Path) -> StoreInfo:
@@ -363,13 +341,10 @@ def read_info(folder: Path | epath.Path) -> StoreInfo:
     try:
         saved = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingStoreError(str(folder)) from None
+        raise StoreError(str(folder), f"there is no token store at {folder}: make it") from None
     version = saved.pop("version", None) if isinstance(saved, dict) else None
     if type(version) is int and version != FORMAT_VERSION:
-        raise UserError(
-            f"the token store {folder} has format version {version}, this program reads {FORMAT_VERSION}: "
-            "delete it and prepare it again"
-        )
+        raise UserError(f"{folder} has format version {version}, not {FORMAT_VERSION}: delete it and prepare it again")
     if version is None or saved.pop("checksum", None) != fingerprint(saved):
         raise UserError(f"{path} is damaged: prepare the store again")
     splits = {split: Totals(**totals) for split, totals in saved["splits"].items()}
@@ -383,9 +358,7 @@ def version_name(version: int) -> str:
 
 def _summed(infos: Sequence[StoreInfo]) -> StoreInfo:
     """The newest of these versions, with the sums over all of them."""
-    splits = {
-        split: functools.reduce(operator.add, (info.splits[split] for info in infos)) for split in infos[0].splits
-    }
+    splits = {name: functools.reduce(operator.add, (info.splits[name] for info in infos)) for name in infos[0].splits}
     skipped = list(itertools.chain.from_iterable(info.skipped for info in infos))
     changed = sum(info.changed for info in infos)
     return replace(infos[-1], splits=splits, skipped=skipped, changed=changed)
@@ -416,7 +389,7 @@ def token_dtype(vocabulary_size: int) -> str:
 
 def write_files(target: Path, source: Source, files: Iterable[SourceFile]) -> None:
     """Writes `files.json`, of these files of a source whose contents are known."""
-    saved = {file.name: [*(file.version or (None, None))[:2], source.contents[file.name]] for file in files}
+    saved = {file.name: [*file.version[:2], source.contents[file.name]] for file in files}
     write_whole(target / FILES_NAME, json.dumps(saved))
 
 

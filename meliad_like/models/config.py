@@ -15,7 +15,7 @@ from jaxtyping import Int
 from meliad_like.errors import UserError
 from meliad_like.layers.flops import Flops
 from meliad_like.registry import Registry, bound_fields, bound_values, may_change, resumable, size
-from meliad_like.validation import check_choices, check_few_layers, check_positive, check_shares
+from meliad_like.validation import check_choices, check_positive, check_shares
 
 MODELS = Registry("model")
 
@@ -102,7 +102,6 @@ class ModelConfig:
         check_choices(self)
         sizes = ("num_layers", "model_width", "num_heads", "head_size", "feedforward_width", "window_length")
         check_positive(self, sizes)
-        check_few_layers(self, ("total_layers",))
         check_shares(self, _dropout_rates(self))
 
     def build(self, vocabulary_size: int, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -21,7 +21,7 @@ from rich.console import Console
 from meliad_like.config import RunConfig, differences, to_gin, with_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import TokenStore
-from meliad_like.errors import MissingStoreError, UserError
+from meliad_like.errors import StoreError, UserError
 from meliad_like.evaluation.perplexity import make_evaluator
 from meliad_like.library import LanguageModel
 from meliad_like.planning.description import describe
@@ -78,7 +78,7 @@ def make_small(run: RunConfig, folder: Path) -> RunConfig:
         run.data.open_stores()
         say(f"documents: the token store {run.data.store}")
         small = shrink(run, keep_vocabulary=True)
-    except MissingStoreError:
+    except StoreError:
         file = getattr(run.vocabulary, "model_file", "")
         small = shrink(run, keep_vocabulary=bool(file) and any_path(file).exists())
         documents = folder / "documents"
@@ -176,6 +176,6 @@ def tell_needs(run: RunConfig, gin_flags: str) -> None:
     print("before the full run:")
     try:
         run.data.open_stores()
-    except MissingStoreError:
+    except StoreError:
         print(f"  meliad_like prepare{gin_flags}")
     print(f"  meliad_like plan{gin_flags} --topology=v4:2x2x4")

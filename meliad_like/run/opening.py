@@ -27,8 +27,7 @@ VOCABULARY_FOLDER = "vocabulary"
 FOREIGN_FORMATS = Registry("format", "meliad_like.conversion.pretrained")
 """The formats of other programs' models: classes with three static functions. `recognises(folder)` says whether a
 folder, which may be on `gs://`, is in the format; `open(folder, changes, dtype)` opens one of this machine,
-and `config(folder, changes)` is its config alone. They are imported only where a folder without checkpoints of ours is
-opened."""
+and `config(folder, changes)` is its config alone."""
 
 
 class OpenedCheckpoint(NamedTuple):
@@ -48,9 +47,7 @@ class OpenedCheckpoint(NamedTuple):
         return make_mesh(self.run.mesh)
 
 
-def checkpoint_metadata(
-    run: RunConfig, vocabulary: Vocabulary, step: int, stores: Sequence[str] | None
-) -> dict[str, Any]:
+def checkpoint_metadata(run: RunConfig, vocabulary: Vocabulary, step: int, stores: Sequence[str] | None) -> dict:
     """The metadata of a checkpoint; `stores` are fingerprints, None where the documents are not known."""
     return {
         "config": bound_values(run),
@@ -172,8 +169,7 @@ def open_model(
     mesh: Mesh | Literal["config"] | None = None,
     dtype: ActivationDtype = "float32",
 ) -> OpenedCheckpoint:
-    """Opens a checkpoint folder, or a folder in the format of another program, perhaps on hf://, as `open_checkpoint`
-    does."""
+    """Opens a folder as `open_checkpoint` does, or one in the format of another program, perhaps on hf://."""
     named, folder = folder, _from_hub(folder)
     if (other := _foreign_format(folder)) is not None:
         if step is not None:
@@ -192,9 +188,7 @@ def open_model(
         formats = "; ".join(f"{name}: {other.files[0]}" for name, other in FOREIGN_FORMATS.items())
         raise UserError(f"{named} has no model in a format that can be read ({formats})")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
-        raise UserError(
-            f"there is no folder {folder}: a model of huggingface.co is hf://{folder}, or hf://{folder}@REVISION"
-        )
+        raise UserError(f"there is no folder {folder}: a model of the Hub is hf://{folder}, or hf://{folder}@REVISION")
     return open_checkpoint(folder, step=step, changes=changes, mesh=mesh, dtype=dtype)
 
 
@@ -214,9 +208,7 @@ def checkpoints_folder(folder: epath.PathLike) -> epath.Path:
     """The folder of a run's checkpoints; `folder` is that folder or the run's working folder."""
     folder = any_path(folder)
     if folder.name.isdecimal() and (folder / MANIFEST).exists():
-        raise UserError(
-            f"{folder} is the checkpoint of one step: name the folder {folder.parent}, and --step={folder.name}"
-        )
+        raise UserError(f"{folder} is the checkpoint of one step: name {folder.parent}, and --step={folder.name}")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 

@@ -67,11 +67,8 @@ class StageSetup(NamedTuple):
         return state._replace(carry=init_carry(state.params))
 
     def to_save(self, state: TrainState) -> TrainState:
-        """The form in which a checkpoint holds a state of this stage.
-
-        A checkpoint of the step before the stage's first belongs to the previous stage, and has as many lanes as that
-        stage. Their memory is not read.
-        """
+        """The form in which a checkpoint holds a state of this stage: one from before its first step has the lanes of
+        the stage before, whose memory is not read."""
         if self.previous is not None and int(state.step) == self.stage.first_step:
             return self.previous.begin_stage(state)
         return state
@@ -97,7 +94,17 @@ def set_up(run: RunConfig, mesh: Mesh | None = None, read: Sequence[str] = ()) -
     mesh = make_mesh(run.mesh) if mesh is None else mesh
     setups: list[StageSetup] = []
     for stage in stages:
-        reader = _make_reader(stage, stores)
+        data, model = stage.run.data, stage.run.model
+        reader = data.make(
+            stores[0],
+            "train",
+            model.overlap,
+            documents=data.documents(stores, "train"),
+            num_lanes=data.num_lanes,
+            window_length=model.window_length,
+            # Each stage has its own order of documents; with one seed all would begin with the same documents.
+            seed=run.training.seed + (stage.index << 32),
+        )
         program = make_program(stage.run.on_this_platform(), stores[0].vocabulary.size, mesh)
         setups.append(StageSetup(run, stage, setups[-1] if setups else None, stores, reader, program))
     for setup in setups:
@@ -112,20 +119,6 @@ def vocabulary_size(run: RunConfig) -> int:
         return run.vocabulary.expected_size
     has_store = (any_path(run.data.store) / STORE_NAME).exists()
     return TokenStore(run.data.store).vocabulary.size if has_store else run.vocabulary.expected_size
-
-
-def _make_reader(stage: Stage, stores: list[TokenStore]) -> Reader:
-    run = stage.run
-    return run.data.make(
-        stores[0],
-        "train",
-        run.model.overlap,
-        documents=run.data.documents(stores, "train"),
-        num_lanes=run.data.num_lanes,
-        window_length=run.model.window_length,
-        # Each stage has its own order of documents; with one seed all would begin with the same documents.
-        seed=run.training.seed + (stage.index << 32),
-    )
 
 
 def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | None) -> TrainState:
@@ -156,10 +149,8 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
         way_out = "train the model of the checkpoint, or choose another one"
         check_same(f"--load_dir={load_dir}", bound_values(opened.run.model), bound_values(model), way_out=way_out)
     # Parameters that a pretrained model does not have, such as those of a recurrence, are fresh.
-    sharded = jax.tree.map(
-        lambda new, old: jax.device_put(new, old.sharding), opened.params, {x: state.params[x] for x in opened.params}
-    )
-    return state.starting_with({**state.params, **sharded})
+    shardings = jax.tree.map(lambda x: x.sharding, {name: state.params[name] for name in opened.params})
+    return state.starting_with({**state.params, **jax.device_put(opened.params, shardings)})
 
 
 def metadata(setup: StageSetup, step: int) -> dict:

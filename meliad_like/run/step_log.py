@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,13 +68,8 @@ def reading_report(setups: Sequence[StageSetup]) -> list[str]:
 class StepLog:
     """The log of a stage's steps. It writes the averages of the steps between two logs."""
 
-    def __init__(
-        self, setup: StageSetup, writer: MetricsWriter, save: Callable[[int, TrainState], None], workdir: object
-    ):
-        """On a device without a data sheet it measures the peak rate, once.
-
-        `save` saves the state before a step that is not finite; messages name the `workdir`.
-        """
+    def __init__(self, setup: StageSetup, writer: MetricsWriter, save: Callable[[int, TrainState], None], workdir: Any):
+        """`save` saves the state before a step that is not finite; messages name the `workdir`."""
         run = setup.run
         self._setup, self._writer, self._save, self._workdir = setup, writer, save, workdir
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
@@ -92,8 +88,7 @@ class StepLog:
 
         Raises:
           UserError: the step is not finite and the policy is to stop, after saving the state before it; too many steps
-            in a row were skipped; or whatever the policy, the parameters after the step are not finite, which are not
-            saved.
+            in a row were skipped; or the parameters after the step, which are not saved, are not finite.
         """
         metrics, setup, unlogged = jax.device_get(metrics), self._setup, self._writer.unlogged
         training = setup.run.training
@@ -111,18 +106,15 @@ class StepLog:
             unlogged.add(int(metrics.num_tokens), {"loss": metrics.loss, "accuracy": metrics.accuracy})
         if step % training.log_every == 0 or step == setup.stage.last_step:
             self._write(step, metrics)
+        another = f"begin another run with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
         if stops:
-            raise UserError(
-                f"step {step} is not finite: {_culprit(setup, step, metrics)}; the state after step {int(state.step)} "
-                "is saved: resume with --gin_file=option/skip_nonfinite.gin, which skips such steps, or begin another "
-                f"run from there with a smaller learning rate: --load_dir={self._workdir} --workdir=NEW"
-            )
+            saved = f"the state after step {int(state.step)} is saved: resume with --gin_file=option/skip_nonfinite.gin"
+            problem = f"step {step} is not finite: {_culprit(setup, step, metrics)}"
+            raise UserError(f"{problem}; {saved}, which skips such steps, or {another}")
         if unlogged.consecutive_skips >= min(training.max_consecutive_skips, training.num_steps):
             skipped = f"{unlogged.consecutive_skips} steps in a row were skipped, the last one step {step}"
-            raise UserError(
-                f"{skipped}: {_culprit(setup, step, metrics)}; begin another run with a smaller learning rate: "
-                f"--load_dir={self._workdir} --workdir=NEW, or raise TrainingConfig.max_consecutive_skips"
-            )
+            problem = f"{skipped}: {_culprit(setup, step, metrics)}"
+            raise UserError(f"{problem}; {another}, or raise TrainingConfig.max_consecutive_skips")
 
     def _write(self, step: int, last: StepMetrics) -> None:
         """Writes the averages of the steps since the last call; `step` is the last of them."""
@@ -156,9 +148,8 @@ class StepLog:
         )
         speed, epochs = f"{tokens_per_second:,.0f} tokens/s", f"{step * self._epochs_per_step:.1f} epochs"
         skipped = f"  {last.num_skipped} skipped" if last.num_skipped else ""
-        self._writer.show(
-            step, f"{bits_shown(bits, bits_per_byte)}  {speed}  {epochs}", skipped + "  leaks the future" * leaks
-        )
+        shown = f"{bits_shown(bits, bits_per_byte)}  {speed}  {epochs}"
+        self._writer.show(step, shown, skipped + "  leaks the future" * leaks)
         self._num_steps, self._seconds_out, self._waited = 0, 0.0, self._batches.seconds_waited
         self._began = now
 

@@ -52,7 +52,11 @@ def encode_text(
       unfinished: the bytes of an incomplete character before the text.
     """
     if isinstance(text, str):
-        tokens, size = encode_prompt(vocabulary, text, continues), len(text.encode())
+        tokens, size = (vocabulary.encode_continuation if continues else vocabulary.encode)(text), len(text.encode())
+        for character in sorted(set(text) - {UNKNOWN}) if not vocabulary.restores(text, tokens) else ():
+            if vocabulary.lacks(character):
+                problem = f"the vocabulary has no token for {character!r} (U+{ord(character):04X})"
+                raise UserError(f"{problem}, which the prompt has at character {text.index(character)}: leave it out")
     else:
         tokens = np.asarray(text, np.int32)
         size = len((vocabulary.decode_bytes if continues else vocabulary.document_bytes)(tokens))
@@ -66,22 +70,6 @@ def check_text(text: object) -> None:
     tokens = np.asarray([] if isinstance(text, str) else text)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise UserError(f"a text is a str, or its tokens as a sequence of whole numbers, and not {type(text).__name__}")
-
-
-def encode_prompt(vocabulary: Vocabulary, prompt: str, continues: bool = False) -> np.ndarray:
-    """The tokens of a prompt, int32[n]. Raises a UserError if the vocabulary has no token for one of its characters."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        problem = f"the text has an unpaired surrogate at character {error.start}, which UTF-8 cannot hold"
-        raise UserError(f"{problem}: repair it") from None
-    tokens = (vocabulary.encode_continuation if continues else vocabulary.encode)(prompt)
-    if not vocabulary.restores(prompt, tokens):
-        for character in sorted(set(prompt) - {UNKNOWN}):
-            if vocabulary.lacks(character):
-                problem = f"the vocabulary has no token for {character!r} (U+{ord(character):04X})"
-                raise UserError(f"{problem}, which the prompt has at character {prompt.index(character)}: leave it out")
-    return tokens
 
 
 def read_document(opened: OpenedCheckpoint, store: str | None, name: str, num_tokens: int) -> str:

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from meliad_like import config as configuration
 from meliad_like.config import RunConfig
 from meliad_like.data.loading import load_batches
-from meliad_like.errors import UserError
 from meliad_like.mesh import lane_sharding
 from meliad_like.remote import any_path
 from meliad_like.run.hooks import check_hooks, evaluation_hook, sampling_hook
@@ -47,9 +46,6 @@ def train(
     # --- Set-up of all stages: a mistake in the last one is found now ---
     folder = any_path(workdir, schemes=("gs",))
     num_steps = run.training.num_steps
-    if profile_steps is not None and profile_steps[0] > num_steps:
-        flag = f"--profile_steps={profile_steps[0]}:{profile_steps[1]}"
-        raise UserError(f"{flag} begins after TrainingConfig.num_steps={num_steps}")
     all_setups = set_up(run, mesh, stores_read(first_metadata(folder / "checkpoints")))
     for setup in all_setups:
         check_hooks(setup)

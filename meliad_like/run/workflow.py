@@ -1,7 +1,4 @@
-"""From a config in Python to a trained model and its figures: `prepare`, `train`, `evaluate`, as the commands do it.
-
-They can be called in any thread, and in notebooks. Signals are handled only in the main thread.
-"""
+"""From a config in Python to a trained model and its figures, in any thread; only the main thread handles signals."""
 
 from pathlib import Path
 

@@ -42,28 +42,20 @@ class Document:
     def __post_init__(self) -> None:
         edges = [0, *itertools.chain.from_iterable(self.unscored), len(self.text)]
         if sorted(edges) != edges:
-            raise RecordError(
-                f"document {self.name} of {len(self.text)} characters has the ranges {self.unscored} without loss, "
-                "which are not pairs (begin, end) in order"
-            )
+            problem = f"document {self.name} of {len(self.text)} characters has the ranges {self.unscored} without loss"
+            raise RecordError(f"{problem}, which are not pairs (begin, end) in order")
         scored = [self.text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
         if all(not part or part.isspace() for part in scored):
-            raise EmptyDocumentError(
-                f"document {self.name} is empty: remove it, "
-                "or leave such documents out with SourceConfig.empty = 'skip'"
-            )
+            raise EmptyDocumentError(f"document {self.name} is empty: remove it, or set SourceConfig.empty = 'skip'")
         try:
             self.text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise NotUTF8Error(
-                f"document {self.name} has an unpaired surrogate at character {error.start}, which UTF-8 cannot hold: "
-                "repair it, or leave such documents out with FolderSourceConfig.undecodable = 'skip'"
-            ) from None
+            problem = f"document {self.name} has an unpaired surrogate at character {error.start}"
+            raise NotUTF8Error(f"{problem}: repair it, or set FolderSourceConfig.undecodable = 'skip'") from None
 
 
 Reference = Callable[[], Document]
-"""Reads a document. It is small enough to be sent to a worker process. It raises a BadDocumentError if the document is
-bad."""
+"""Reads a document, or raises a BadDocumentError. It is small enough to be sent to a worker process."""
 Shard = Callable[[], Iterable[Reference]]
 """Some documents that can be read without those before them: a file of records, or all documents."""
 
@@ -75,8 +67,7 @@ class SourceFile(NamedTuple):
     """A name that is the same in every folder."""
     path: epath.PathLike
     """Perhaps as text: to make `pathlib`'s path of each of many files takes longer than to list them."""
-    version: Version | None
-    """None: a link to nothing."""
+    version: Version
     shard: int | None
     """The index of the shard that is read from the file; None: it only describes others."""
 
@@ -170,11 +161,9 @@ def decode(raw: bytes, name: str, encoding: str = "utf-8") -> str:
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
-        raise NotUTF8Error(
-            f"{name} is not {encoding.upper()} (byte 0x{raw[error.start]:02x} at offset {error.start}): convert it, "
-            "name the encoding of all files in FolderSourceConfig.encoding (such as 'cp1252'), or leave such files out "
-            "with FolderSourceConfig.undecodable = 'skip'"
-        ) from None
+        problem = f"{name} is not {encoding.upper()} (byte 0x{raw[error.start]:02x} at offset {error.start})"
+        way_out = "convert it, name the encoding of all files in FolderSourceConfig.encoding (such as 'cp1252')"
+        raise NotUTF8Error(f"{problem}: {way_out}, or set FolderSourceConfig.undecodable = 'skip'") from None
 
 
 @dataclass(frozen=True)
@@ -202,9 +191,7 @@ class SourceConfig:
         check_choices(self)
         shares = self.validation_share, self.test_share
         if min(shares) < 0 or sum(shares) >= 1:
-            raise UserError(
-                f"validation_share={shares[0]} and test_share={shares[1]} must not be negative and leave some for train"
-            )
+            raise UserError(f"validation_share={shares[0]} and test_share={shares[1]} must be at least 0 and below 1")
         if both := set(self.validation_documents) & set(self.test_documents):
             raise UserError(f"{min(both)} is both in validation_documents and in test_documents")
 
@@ -263,21 +250,12 @@ class FolderSourceConfig(SourceConfig):
     encoding: str = "utf-8"  # type: ignore[misc]
     """The encoding of text, such as `cp1252`. Tokens are of UTF-8 all the same."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            "a".encode(self.encoding)
-        except LookupError:
-            raise UserError(f"encoding={self.encoding!r} is not known to Python, as 'utf-8' and 'cp1252' are") from None
-
     def existing_folder(self) -> AnyPath:
         """The folder's absolute path. Raises a UserError if there is no such folder; an object store has no folders."""
         path = absolute(self.folder)
         if not self.folder or not (is_remote(path) or path.is_dir()):
-            raise UserError(
-                f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}: name yours with "
-                "--gin_param=\"FolderSourceConfig.folder='DIR'\""
-            )
+            hint = "name yours with --gin_param=\"FolderSourceConfig.folder='DIR'\""
+            raise UserError(f"there is no folder of documents at FolderSourceConfig.folder = {self.folder!r}: {hint}")
         return path
 
 
@@ -285,13 +263,11 @@ def open_source(config: SourceConfig) -> Source:
     """Opens the source. Raises a UserError if the folder is missing, or contains no document."""
     source = config.open()
     # The Hub knows those of large files.
-    known = {file.name: file.version.sha256 for file in source.files if file.version and file.version.sha256}
+    known = {file.name: file.version.sha256 for file in source.files if file.version.sha256}
     source.contents.update(known)
     if source.num_documents == 0:
-        raise UserError(
-            f"the {SOURCES.name_of(config)} source has no documents{config.folder and f' in {config.folder}'}: "
-            f"{source.passed_over or 'there are no files'}"
-        )
+        kind, place = SOURCES.name_of(config), config.folder and f" in {config.folder}"
+        raise UserError(f"the {kind} source has no documents{place}: {source.passed_over or 'there are no files'}")
     return source
 
 
@@ -312,7 +288,7 @@ def _content(file: SourceFile) -> str:
     """SHA-256 of the content of a file."""
     path = absolute(file.path)
     try:
-        if file.version and file.version.size < CHUNK_BYTES:
+        if file.version.size < CHUNK_BYTES:
             return hashlib.sha256(read_whole(path)).hexdigest()
         with path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
@@ -331,8 +307,7 @@ def fill_splits(config: SourceConfig, source: Source) -> Source:
     """The source with a document for each split that has a share and is empty, as happens in small collections.
 
     The document is the one of the largest split whose hash is nearest to the shares that are held out. So it keeps its
-    split when documents are added, until one has a nearer hash or the share itself holds one. Documents are read only
-    until each split has one.
+    split when documents are added, until one has a nearer hash or the share itself holds one.
     """
     shares = {"train": 1.0, "validation": config.validation_share, "test": config.test_share}
     members: dict[str, list[tuple[float, str]]] = {split: [] for split, share in shares.items() if share}

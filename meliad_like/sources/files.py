@@ -170,11 +170,8 @@ def read_files(
             del raw  # Not two copies of a large file at once.
         except refusals() as error:
             raise_if_remote(root / file, error)
-            link = ", a link" if os.path.islink(root / file) else ""
-            reason = getattr(error, "strerror", error) or error
-            raise BadDocumentError(
-                f"{root / file}{link} can't be read: {reason}; remove it, or leave it out with exclude"
-            ) from None
+            problem = f"{root / file} can't be read: {getattr(error, 'strerror', error) or error}"
+            raise BadDocumentError(f"{problem}; remove it, or leave it out with exclude") from None
         except NotUTF8Error as error:
             if headers and skip_undecodable:
                 skipped.append(str(error))
@@ -187,13 +184,12 @@ def read_files(
     return Document(name, split, "".join(parts), tuple(skipped), contents=tuple(contents))
 
 
-def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[dict[str, Version | None], str]:
-    """The files below `root` with one of the suffixes, by their sorted paths (with `/`) below it; and which others were
-    passed over.
+def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[dict[str, Version], str]:
+    """The files below `root` with one of the suffixes, by their sorted paths below it; and which others were not read.
 
     Hidden files and folders are left out, and those whose own name matches one of the patterns in `exclude`. Links are
     followed, except to what is below `root` anyway, whose documents would be there twice, perhaps in two splits. Raises
-    a UserError if a folder can't be read.
+    a UserError if a folder can't be read, or a file is a link to nothing.
     """
 
     def is_included(name: str) -> bool:
@@ -213,10 +209,12 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
         if isinstance(root, Path) and _is_inner_link(root, place):
             passed_over["a link to others"] += 1
         elif path.endswith(tuple(suffixes)):
-            files[path] = found[path] or (version(place) if os.path.exists(place) else None)
+            try:
+                files[path] = found[path] or version(place)
+            except FileNotFoundError:
+                raise UserError(f"{place} is a link to nothing: remove it, or leave it out with exclude") from None
         else:
-            is_broken = os.path.islink(place) and not os.path.exists(place)
-            passed_over["a broken link" if is_broken else os.path.splitext(path)[1] or "no suffix"] += 1
+            passed_over[os.path.splitext(path)[1] or "no suffix"] += 1
     most = ", ".join(f"{number} with {suffix}" for suffix, number in passed_over.most_common(3))
     return files, most and (
         f"{passed_over.total()} files were passed over ({most}{', ...' if len(passed_over) > 3 else ''}): "
@@ -225,8 +223,7 @@ def list_files(root: AnyPath, suffixes: Sequence[str], exclude: Sequence[str]) -
 
 
 def _walk(root: Path, is_included: Callable[[str], bool]) -> Iterator[str]:
-    """The paths of the files that are included below a folder on a disk, and of links to folders that are not followed,
-    in any order."""
+    """The paths of the included files below a folder on a disk, and of links to folders that are not followed."""
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; leave it out with exclude")

@@ -51,7 +51,7 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         about = SourceFile("commit", opened.place, Version(0, commit, commit), None)
         return replace(opened, files=(*opened.files, about))
 
-    def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
+    def find_files(self) -> tuple[AnyPath, dict[str, Version], dict[str, str], str]:
         root = self.existing_folder() if self.folder else self._commit()
         listed, passed_over = list_files(root, self.suffixes or self.usual_suffixes, (CARD_NAME, *self.exclude))
         config = self._config_of_card(root)
@@ -66,15 +66,12 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         if cut := next((file for file in files if re.search(r"(^|/)partial-\w+/", file)), None):
             raise UserError(f"{root / cut} is of the first 5 GB of the data set alone: name another revision")
         if not files:
-            raise UserError(
-                f"{root} has no files of the configuration {self.configuration or 'default'!r} with a suffix of "
-                f"{', '.join(self.usual_suffixes)}: perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
-            )
+            suffixes, name = ", ".join(self.usual_suffixes), self.configuration or "default"
+            problem = f"{root} has no files of the configuration {name!r} with a suffix of {suffixes}"
+            raise UserError(f"{problem}: perhaps HuggingFaceSource.revision = {CONVERTED!r} has")
         if len({file.endswith(ParquetSource.usual_suffixes) for file in files}) > 1:
-            raise UserError(
-                f"{root} has parquet files and JSON lines, perhaps of the same documents: "
-                "HuggingFaceSource.suffixes = ('.parquet',) reads the first alone"
-            )
+            way_out = "HuggingFaceSource.suffixes = ('.parquet',) reads the first alone"
+            raise UserError(f"{root} has parquet files and JSON lines, perhaps of the same documents: {way_out}")
         used = splits if self.splits_by_name and not self.listed else {}
         return root, {file: listed[file] for file in files}, used, passed_over
 
@@ -88,10 +85,9 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         try:
             commit = HfApi().dataset_info(self.dataset, revision=self.revision).sha
         except refusals() as error:
-            raise UserError(
-                f"the data set {self.dataset!r} of the Hub, revision {self.revision!r}, can't be read: "
-                f"{one_line(error)}; FolderSourceConfig.folder may name a copy"
-            ) from None
+            what = f"the data set {self.dataset!r} of the Hub, revision {self.revision!r},"
+            reason = f"{one_line(error)}; FolderSourceConfig.folder may name a copy"
+            raise UserError(f"{what} can't be read: {reason}") from None
         return any_path(f"hf://datasets/{self.dataset}@{commit}")
 
     def _config_of_card(self, root: AnyPath) -> dict[str, Any]:
@@ -127,10 +123,8 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
                     f"perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
                 )
             if matches and len(known := splits_of_path(f"{split}/")) != 1:
-                raise UserError(
-                    f"{card} has a split {split!r}, which is none of train, validation and test: leave its files out "
-                    "with HuggingFaceSource.exclude"
-                )
+                way_out = "leave its files out with HuggingFaceSource.exclude"
+                raise UserError(f"{card} has a split {split!r}, none of train, validation and test: {way_out}")
             for file in matches:
                 if splits.setdefault(file, min(known)) not in known:
                     raise UserError(f"{card} names {file} for {splits[file]} and for {split}")

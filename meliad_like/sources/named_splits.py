@@ -30,24 +30,17 @@ WORDS |= dict.fromkeys(("test", "testing", "tst", "heldout", "holdout"), "test")
 
 VAGUE = ("eval", "evaluation", "heldout", "holdout")
 """Words that may stand for both splits that are held out; another word decides which, if there is one."""
-FILLERS = ("", "of", "split")
-"""Words that may stand beside a split's in the name of a file that is named after the split alone."""
 
 
 def splits_of_path(file: str, separators: str = r"[\W\d_]+") -> set[str]:
-    """The split that a file is for by the names of its folders and its own; empty if they name none.
-
-    Args:
-      separators: pattern of what separates words in the name of the file.
-
-    Returns:
-      Several splits if the names contradict each other.
-    """
+    """The split that a file is for by the names of its folders and its own; empty if they name none, several if they
+    contradict each other. `separators` is the pattern of what separates words in the name of the file."""
     folder, _, name = file.rpartition("/")
     in_folders, in_name = _split_words(_stems(folder)), _split_words(_stems(name, separators))
     if not in_folders:
         return _splits_in(in_name)
-    is_whole_name = {*_stems(name.partition(".")[0], separators)} <= {*WORDS, *FILLERS}
+    # Nothing but words for splits, and what may stand beside them.
+    is_whole_name = {*_stems(name.partition(".")[0], separators)} <= {*WORDS, "", "of", "split"}
     says_which = in_folders <= {*VAGUE} and not _splits_in(in_name - {*VAGUE}) <= {"train"}
     return _splits_in(in_folders | in_name if is_whole_name or says_which else in_folders)
 
@@ -96,14 +89,11 @@ def named_splits(
     unnamed = [file for file, splits in named.items() if not splits]
     if unnamed:
         example = next(file for file, splits in named.items() if splits)
-        raise UserError(
-            f"{root} has files or folders named after splits (such as {example}), but {unnamed[0]} is not: {way_out}"
-        )
+        raise UserError(f"{root} has paths named after splits, such as {example}, but {unnamed[0]} is not: {way_out}")
     return {file: split for file, (split,) in named.items()}
 
 
 def names_assign(splits: Mapping[str, str]) -> bool:
     """Whether the names of these files assign documents; otherwise shares do."""
-    return not set(splits.values()) <= {"train"} or (
-        bool(splits) and all(re.match(r"train\b", file) for file in splits)
-    )
+    below_train = bool(splits) and all(re.match(r"train\b", file) for file in splits)
+    return below_train or not set(splits.values()) <= {"train"}

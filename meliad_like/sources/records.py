@@ -1,5 +1,4 @@
-"""Documents in records with a field for the text: lines of JSON files, rows of parquet files, examples of TensorFlow
-Datasets."""
+"""Documents in records with a field for the text: JSON lines, rows of parquet files, examples of TFDS."""
 
 import functools
 import gzip
@@ -9,7 +8,7 @@ import itertools
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
@@ -42,8 +41,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# pyarrow and tensorflow_datasets are imported in functions: they take up to a second, and worker processes import this
-# module.
+# pyarrow and tensorflow_datasets take a second to import, and worker processes import this module.
 INFO_NAME = "dataset_info.json"
 ROWS_AT_ONCE, READ_BYTES = 64, 2**18
 SPLIT_FIELD = "split"
@@ -87,10 +85,8 @@ class RecordsSourceConfig(FolderSourceConfig):
             raise RecordError(f"{place}: the field {self.unscored_field!r} is neither text nor pairs of whole numbers")
         named = splits_of_path(str(value(SPLIT_FIELD))) - {"train"} if SPLIT_FIELD in record else ()
         if named and found_in is None and self.splits_by_name and not self.listed:
-            raise BadDocumentError(
-                f"{place} is of {min(named)} by its field {SPLIT_FIELD!r}, which is not read: write the records of "
-                "each split to a file named after it"
-            )
+            way_out = "write the records of each split to a file named after it"
+            raise BadDocumentError(f"{place} is of {min(named)} by its field {SPLIT_FIELD!r}, not read: {way_out}")
         ranges = tuple((begin, end) for begin, end in unscored)
         return Document(str(name), self.split_of(str(name), found_in), text, unscored=ranges)
 
@@ -112,20 +108,18 @@ class RecordFilesSourceConfig(RecordsSourceConfig, FilesSourceConfig):
             raise UserError(f"{copy} is {copy.stem} again: remove one of them, or leave it out with exclude")
         by_share = not names_assign(splits)
         contents = tuple(SourceFile(file, root / file, files[file], i) for i, file in enumerate(files))
-        num_documents = self.count([root / file for file in files]) if files else 0
         found_in = {} if by_share else splits
         hashes: dict[str, str] = {}
         shards = tuple(partial(self._references, file, root / file, found_in.get(file), hashes) for file in files)
         dealt = by_share and not self.listed
-        return Source(shards, num_documents, contents, dealt, passed_over, str(root), contents=hashes)
+        return Source(shards, None if files else 0, contents, dealt, passed_over, str(root), contents=hashes)
 
-    def find_files(self) -> tuple[AnyPath, dict[str, Version | None], dict[str, str], str]:
-        """The folder, its files by their sorted paths below it, the split that each is named after (`named_splits`),
-        and which files were passed over."""
+    def find_files(self) -> tuple[AnyPath, dict[str, Version], dict[str, str], str]:
+        """The folder, the files (`list_files`), the split that each is named after, and which files were not read."""
         path, passed_over = absolute(self.folder), ""
         suffixes = self.suffixes or self.usual_suffixes
         if self.folder.endswith(suffixes) and path.is_file():
-            root, files = path.parent, dict[str, Version | None]({path.name: version(path)})
+            root, files = path.parent, {path.name: version(path)}
         else:
             root = self.existing_folder()
             files, passed_over = list_files(root, suffixes, self.exclude)
@@ -145,10 +139,6 @@ class RecordFilesSourceConfig(RecordsSourceConfig, FilesSourceConfig):
             text = getattr(error, "strerror", None)
             reason = f"can't be read: {text}" if text else f"{self.unreadable}: {error}"
             yield partial(raise_bad_document, f"{path} {' '.join(reason.split())} (after record {number})")
-
-    def count(self, files: Sequence[AnyPath]) -> int | None:
-        """The number of documents; None if counting them means reading everything."""
-        return None
 
     def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[Any]:
         """The argument of `read` for each record of a file; something false where a record is left out. A file that was
@@ -217,23 +207,10 @@ class _Hashed(io.RawIOBase):
 
 @SOURCES.register("parquet")
 class ParquetSource(RecordFilesSourceConfig):
-    """Parquet files (`.parquet`), one document per row, of which only the fields for text and name are read; the folder
-    may also be one such file."""
+    """Parquet files (`.parquet`), one document per row; the folder may also be one such file."""
 
     usual_suffixes = (".parquet",)
     unreadable = "cannot be read as parquet"
-
-    def count(self, files: Sequence[AnyPath]) -> int | None:
-        from pyarrow import parquet
-
-        number = 0
-        try:
-            for path in files:
-                with path.open("rb") as file:
-                    number += parquet.read_metadata(file).num_rows
-        except (*refusals(), *self.damage()):  # The file will be listed among the bad documents.
-            return None
-        return number
 
     def records(self, path: AnyPath, hashed: Callable[[str], None] | None) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
@@ -252,25 +229,12 @@ class ParquetSource(RecordFilesSourceConfig):
                 yield from itertools.repeat(dict.fromkeys(names), file.metadata.num_rows)
                 return
             for rows in file.iter_batches(ROWS_AT_ONCE, columns=[*fields, *({SPLIT_FIELD} & set(names))]):
-                yield from _with_bytes(rows).to_pylist()
+                yield from rows.to_pylist()
 
     def damage(self) -> tuple[type[Exception], ...]:
         from pyarrow import ArrowException
 
-        return (ArrowException,)
-
-
-def _with_bytes(rows: Any) -> Any:
-    """Rows of a parquet file with bytes instead of strings: a file may hold strings that are not UTF-8."""
-    import pyarrow as pa
-
-    columns = []
-    for column in rows.columns:
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-        columns.append(column.cast(pa.large_binary()) if is_text else column)
-    return pa.RecordBatch.from_arrays(columns, rows.schema.names)
+        return ArrowException, UnicodeDecodeError
 
 
 @SOURCES.register("tfds")
@@ -288,10 +252,8 @@ class TfdsSource(RecordsSourceConfig):
         info = tfds.builder_from_directory(root).info
         if info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
             written_as = "an unknown" if info.file_format is None else info.file_format.value
-            raise UserError(
-                f"{root} is in {written_as} format, which needs TensorFlow to be read: write it again with "
-                f"tfds build {info.name} --file_format=array_record"
-            )
+            build = f"tfds build {info.name} --file_format=array_record"
+            raise UserError(f"{root} is in {written_as} format, which needs TensorFlow: write it again with {build}")
         if unknown := [split for split in info.splits if split not in SPLITS]:
             raise UserError(f"{root} has a split {unknown[0]!r}; the splits that can be read are {', '.join(SPLITS)}")
         sizes = {split: info.splits[split].num_examples for split in SPLITS if split in info.splits}
@@ -310,15 +272,11 @@ class TfdsSource(RecordsSourceConfig):
             return root
         versions = sorted(path.parent for path in (root / self.dataset).rglob(INFO_NAME))
         if not versions:
-            raise UserError(
-                f"{root} has no dataset {self.dataset!r} (no {INFO_NAME} in it or in {self.dataset}/); write it with: "
-                f"tfds build {self.dataset} --file_format=array_record --data_dir={root}"
-            )
+            build = f"tfds build {self.dataset} --file_format=array_record --data_dir={root}"
+            raise UserError(f"{root} has no dataset {self.dataset!r} (no {INFO_NAME}): write it with {build}")
         if len(versions) > 1:
             names = ", ".join(map(str, versions))
-            raise UserError(
-                f"{root} has several versions of a dataset: set FolderSourceConfig.folder to one of {names}"
-            )
+            raise UserError(f"{root} has several versions of a dataset: set FolderSourceConfig.folder to one, {names}")
         return versions[0]
 
     def _references(self, root: str, sizes: dict[str, int], held_out: bool) -> Iterator[Reference]:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from meliad_like.config import RunConfig, read_changes
-from meliad_like.data.split import Documents, random_order
+from meliad_like.data.schedule import permutation
+from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator, make_evaluator
@@ -120,7 +121,7 @@ def choose(models: Sequence[StudiedModel], request: StudyRequest) -> Selection:
     # A document that is named twice counts once.
     indices = [split.names.index(name) for name in dict.fromkeys(request.document)]
     if not indices:
-        order = random_order(len(split))
+        order = permutation(len(split), 0)
         # A document of one token has nothing to predict.
         indices = np.sort(order[split.lengths[order] > 1][: request.num_documents])
     return Selection(store, request.split, split.subset(np.asarray(indices, np.int64)), len(split))

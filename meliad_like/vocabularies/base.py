@@ -87,8 +87,8 @@ class Vocabulary:
 
     @property
     def end_of_document(self) -> int:
-        """The id that ends a document. No text is encoded to it, except ends of lines in vocabularies of words. Raises
-        a UserError if there is none."""
+        """The id that ends a document, which only ends of lines in vocabularies of words are encoded to. Raises a
+        UserError if there is none."""
         if not self.end_tokens:
             raise UserError("no token ends this model's documents: name one by TokenIdsVocabularyConfig.end_token")
         return self.end_tokens[0]
@@ -279,8 +279,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def saved_vocabulary_config(folder: Path) -> VocabularyConfig:
-    """The config that loads the vocabulary that `Vocabulary.save` wrote into a folder. Raises a UserError if the
-    vocabulary is missing or damaged."""
+    """The config that loads the vocabulary in a folder. Raises a UserError if it is missing or damaged."""
     path = folder / SETTINGS_NAME
     try:
         settings = read_json(path)
@@ -288,6 +287,7 @@ def saved_vocabulary_config(folder: Path) -> VocabularyConfig:
         raise UserError(f"there is no vocabulary in {folder}: {SETTINGS_NAME} is missing") from None
     check_fields(settings, {"kind": str, "size_multiple": int}, str(path))
     config_class: Any = VOCABULARIES[settings.pop("kind")]
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     if issubclass(config_class, FileVocabularyConfig):
         settings["model_file"] = str(folder)
     return config_class(**settings)

@@ -29,15 +29,11 @@ TRAINING_CHARACTERS = 100_000_000
 
 @VOCABULARIES.register("sentencepiece")
 class SentencePieceVocabularyConfig(FileVocabularyConfig):
-    """A SentencePiece model: a `.model` file, or one that is trained on the source's training documents, to which the
-    fields apply."""
+    """A SentencePiece model: a `.model` file, or one that is trained, by the fields, on the training documents."""
 
     model_type: ModelType = "unigram"
     size: int = 32_000  # type: ignore[misc]  # the class variable is for vocabularies whose size is not chosen
     """The number of tokens, including the end of a document, one unknown token and 256 bytes."""
-    keep_whitespace: bool = True
-    """Whether decoding restores text exactly (no normalisation, whitespace unchanged, rare characters as bytes). False:
-    SentencePiece's own defaults, which lose newlines and repeated spaces."""
     split_digits: bool = False
     """Whether every digit is a token of its own, so that equal numbers have equal tokens wherever they are."""
 
@@ -134,19 +130,11 @@ def read_model(path: epath.PathLike) -> bytes:
 def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[str]) -> bytes:
     """The serialised model learned from a random sample (of fixed seed) of `texts`, which are read once, as a stream.
 
-    With `keep_whitespace`, text is taken as it is: the identity as normalisation, no space put before the text, none
-    removed, and bytes for characters that are too rare for a piece (Appendix I of arXiv:2203.07852 discusses what
-    vocabularies that drop whitespace do to the measures). Ids: 0 unknown, 1 end of document, then 256 bytes, pieces.
-    Raises a UserError if the texts do not hold `config.size` pieces.
+    Text is taken as it is, so that decoding restores it: no normalisation, whitespace unchanged, and bytes for
+    characters that are too rare for a piece (Appendix I of arXiv:2203.07852 discusses what vocabularies that drop
+    whitespace do to the measures). Ids: 0 unknown, 1 end of document, then 256 bytes, pieces. Raises a UserError if
+    there are fewer pieces.
     """
-    keeping = {}
-    if config.keep_whitespace:
-        keeping = {
-            "normalization_rule_name": "identity",
-            "add_dummy_prefix": False,
-            "remove_extra_whitespaces": False,
-            "allow_whitespace_only_pieces": True,
-        }
     model, problems = io.BytesIO(), []
 
     def watched() -> Iterator[str]:
@@ -175,15 +163,16 @@ def train_sentencepiece(config: SentencePieceVocabularyConfig, texts: Iterable[s
             # Sums of floats depend on the number of threads: a fixed number gives the same model on any machine.
             num_threads=8,
             minloglevel=2,
-            **keeping,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
         )
     except RuntimeError as error:
         if problems:
             raise problems[0] from None
         reason = str(error).splitlines()[-1].rpartition("] ")[2]  # The reason follows file, line and condition.
-        raise UserError(
-            f"cannot train a vocabulary of SentencePieceVocabularyConfig.size = {config.size}: {reason}"
-        ) from None
+        raise UserError(f"can't train SentencePieceVocabularyConfig.size = {config.size}: {reason}") from None
     return model.getvalue()
 
 

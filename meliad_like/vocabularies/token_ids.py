@@ -23,7 +23,6 @@ class TokenIdsVocabularyConfig(VocabularyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("num_tokens",))
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         if self.end_token is not None and not 0 <= self.end_token < self.num_tokens:
             name = "TokenIdsVocabularyConfig.end_token"
             raise UserError(f"{name}={self.end_token} must be at least 0 and below num_tokens={self.num_tokens}")
@@ -38,9 +37,8 @@ class TokenIdsVocabulary(Vocabulary):
     kind, end_is_text = "token_ids", True
 
     def __init__(self, num_tokens: int, end_token: int | None, size_multiple: int = 1, stop_tokens: Sequence[int] = ()):
-        settings = {"num_tokens": num_tokens, "end_token": end_token}
-        pieces, stops = [b""] * num_tokens, tuple(stop_tokens)
-        super().__init__(pieces, end_token, size_multiple, lossless=False, stop_tokens=stops, **settings)
+        pieces, settings = [b""] * num_tokens, {"num_tokens": num_tokens, "end_token": end_token}
+        super().__init__(pieces, end_token, size_multiple, lossless=False, stop_tokens=stop_tokens, **settings)
         self.writable[:num_tokens] = True
 
     def encode(self, text: str):

@@ -71,7 +71,6 @@ class TokenizersVocabularyConfig(FileVocabularyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
         if not self.model_file:
             raise UserError("RunConfig.vocabulary = 'tokenizers' needs a TokenizersVocabularyConfig.model_file")
 
@@ -98,15 +97,8 @@ class TokenizersVocabulary(Vocabulary):
         stop_tokens: Sequence[int] = (),
         begin_token: str = "",
     ):
-        """
-        Args:
-          tokenizer_json: the contents of a tokenizer.json.
-          end_token: the token that ends documents.
-          begin_token: the token that begins them; "": none.
-
-        Raises:
-          UserError: the tokenizer is not such a BPE, or has no such token, or texts are encoded to it.
-        """
+        """`tokenizer_json` is the contents of a tokenizer.json; documents end with `end_token`, and begin with
+        `begin_token` ("": none). Raises a UserError if it is no such BPE, or texts are encoded to its end token."""
         self.end_token = end_token
         text_alone, settings = _of_text_alone(tokenizer_json, end_token)
         self._tokenizer = tokenizer = _parse(text_alone)
@@ -124,20 +116,17 @@ class TokenizersVocabulary(Vocabulary):
                 raise UserError(f"the tokenizer has no token TokenizersVocabularyConfig.begin_token={begin_token!r}")
             self._begin.append(begin)
         ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
-        spelled = _in_characters if (of_characters := _is_of_characters(settings)) else _spelled
-        pieces = [b""] * (max(ids.values()) + 1)
+        of_characters, pieces = _is_of_characters(settings), [b""] * (max(ids.values()) + 1)
         for token, i in ids.items():
-            pieces[i] = spelled(token)
+            pieces[i] = _bytes_of(token, of_characters)
         has_bytes = _has_bytes(settings)
         lossless = has_bytes and _keeps_text(settings) and len(set(ids.values())) == len(ids)
         merged = settings["model"]["vocab"]
         # A space is written as `SPACE`, so one of the text itself would come back as a space.
         self._escaped = [merged[f"<0x{byte:02X}>"] for byte in SPACE.encode()] if of_characters and has_bytes else []
         if end_token in merged and self._merges_to(pieces[end], end):
-            raise UserError(
-                f"texts are encoded to the tokenizer's token {end_token!r}: set TokenizersVocabularyConfig.end_token "
-                "to one that is in no text"
-            )
+            way_out = "set TokenizersVocabularyConfig.end_token to one that is in no text"
+            raise UserError(f"texts are encoded to the tokenizer's token {end_token!r}: {way_out}")
         for i, token in added.items():
             piece = b"" if token.special else token.content.replace(SPACE, " " if of_characters else SPACE).encode()
             # A token that is both added and merged from bytes may have two texts.
@@ -237,11 +226,6 @@ def _has_bytes(settings: dict[str, Any]) -> bool:
     return BYTE_CHARACTERS.keys() <= model["vocab"].keys()
 
 
-def _in_characters(token: str) -> bytes:
-    """The bytes of a token of a BPE of characters."""
-    return bytes([BYTE_TOKENS[token]]) if token in BYTE_TOKENS else token.replace(SPACE, " ").encode()
-
-
 def _keeps_text(settings: dict[str, Any]) -> bool:
     """Whether the words that a tokenizer.json splits a text into are the text."""
     model, steps = settings["model"], _steps(settings.get("pre_tokenizer"))
@@ -261,9 +245,10 @@ def _steps(splitter: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [splitter] if splitter else []
 
 
-def _spelled(token: str) -> bytes:
-    """The bytes of a token that is written in `BYTE_CHARACTERS`. Reserved tokens, which no bytes are merged to, may be
-    written in any characters."""
+def _bytes_of(token: str, of_characters: bool) -> bytes:
+    """The bytes of a token; none for reserved ones of a BPE of bytes, which may be written in any characters."""
+    if of_characters:
+        return bytes([BYTE_TOKENS[token]]) if token in BYTE_TOKENS else token.replace(SPACE, " ").encode()
     is_merged = all(map(BYTE_CHARACTERS.__contains__, token))
     return bytes(map(BYTE_CHARACTERS.__getitem__, token)) if is_merged else b""
 
@@ -275,10 +260,8 @@ def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
     if path.is_dir():
         settings, path = path / TOKENIZER_CONFIG_NAME, path / TOKENIZER_NAME
         if not path.exists():
-            raise UserError(
-                f"{path} is missing: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) in transformers "
-                "writes it from a tokenizer's other files"
-            )
+            writer = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) in transformers"
+            raise UserError(f"{path} is missing: {writer} writes it from a tokenizer's other files")
         end = read_object(settings).get("eos_token") or "" if settings.exists() else ""
         # transformers writes a token alone or with its properties.
         end = end["content"] if isinstance(end, dict) else end
@@ -305,9 +288,7 @@ def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
     # The type of the loaded model, not of the file: older files, such as GPT-2's, don't have one.
     kinds = (type(tokenizer.model).__name__, tokenizer.decoder and type(tokenizer.decoder).__name__)
     if kinds != ("BPE", "ByteLevel") and not (kinds[0] == "BPE" and _is_of_characters(json.loads(tokenizer_json))):
-        raise UserError(
-            f"{owner} is {kinds[0]} with decoder {kinds[1]}, not a byte-level BPE, nor one of characters as Gemma's; a "
-            "SentencePiece model is read by RunConfig.vocabulary = 'sentencepiece' and "
-            "SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"
-        )
+        problem = f"{owner} is {kinds[0]} with decoder {kinds[1]}, not a byte-level BPE, nor of characters as Gemma's"
+        fields = "RunConfig.vocabulary = 'sentencepiece', SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"
+        raise UserError(f"{problem}; a SentencePiece model is read by {fields}")
     return tokenizer
