@@ -61,26 +61,27 @@ def reference(projected, scale, bias, valid, kept, *, mask_previous):
     return rearrange(mixed, "b c h w k -> b (c w) (h k)")
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def outputs_and_gradients(attend, arguments, valid, kept, cotangent):
     def attended(arguments):
         scale = jnp.abs(arguments["scale"])
         return attend(arguments["projected"], scale, arguments["bias"] * scale[:, None], valid, kept)
 
-    @jax.jit
-    def both(arguments):
-        outputs, pull_back = jax.vjp(attended, arguments)
-        return outputs, pull_back(cotangent)[0]
-
-    return both(arguments)
+    outputs, pull_back = jax.vjp(attended, arguments)
+    return outputs, pull_back(cotangent)[0]
 
 
+@functools.cache
 def kernel_and_reference(name, rows, mask_previous):
     kernel = functools.partial(KERNELS[name].attend, rows=rows, dropout_rate=RATE, interpret=True)
     return [functools.partial(attend, mask_previous=mask_previous) for attend in (kernel, reference)]
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(6, 40))])
+# With dropout or without, and with or without a mask of the block before.
+@pytest.mark.parametrize(
+    "seed", [0, 1, 3, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, *range(5, 40)))]
+)
 def test_outputs_and_gradients_equal_the_shared_attention(name, seed):
     *inputs, rows, mask_previous = draw(seed)
     attends = kernel_and_reference(name, rows, mask_previous)
@@ -106,8 +107,7 @@ def test_a_window_may_be_wider_than_the_kernel(seed):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", [1, 8])
-@pytest.mark.parametrize(("queries", "keys"), [(2, 4), (4, 2), (64, 32)])
+@pytest.mark.parametrize(("seed", "queries", "keys"), [(1, 2, 4), (8, 4, 2), (1, 64, 32)])
 def test_tiles_of_the_kernel_for_gpus_need_not_be_squares(seed, queries, keys):
     """And no larger than their largest divisors that the window has."""
     *inputs, rows, mask_previous = draw(seed)
@@ -124,7 +124,7 @@ def mean_square(x):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "options"), [("tpu", {}), ("tpu", {"widest": 8}), ("gpu", {})])
+@pytest.mark.parametrize(("name", "options"), [("tpu", {"widest": 8}), ("gpu", {})])
 def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention(name, options):
     """On average over several draws: in the smallest arrays of one draw, single numbers decide."""
 

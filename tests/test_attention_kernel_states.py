@@ -87,20 +87,14 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
     assert (errors[0] < 1.5 * errors[1] + 1e-5).all()
 
 
-@pytest.mark.parametrize(
-    ("mask_empty_cache", "gate", "cell", "feedback"),
-    [(False, "lstm", "dual", None), (True, "fixed", "single", "all")],
-)
 @pytest.mark.thorough
-def test_a_decoder_with_the_kernel_equals_the_default(mask_empty_cache, gate, cell, feedback):
+def test_a_decoder_with_the_kernel_equals_the_default():
     b, c, w = 2, 3, DECODER.window_length
     tokens = jax.random.randint(jax.random.key(0), (2, b, c * w), 0, 32)
     start = jnp.asarray([[[1, 0, 0], [1, 0, 1]], [[0, 1, 0], [0, 0, 0]]], bool)
-    states = RecurrentStates(num_states=8, gate=gate, cell=cell)
-    default = dataclasses.replace(DECODER, mask_empty_cache=mask_empty_cache)
-    default = with_mixer(default, states, (0, 1) if feedback else (0,))
-    if feedback:
-        default = with_mixer(default, StateReader(which=feedback))
+    default = dataclasses.replace(DECODER, mask_empty_cache=False)
+    default = with_mixer(default, RecurrentStates(num_states=8, cell="dual"), (0, 1))
+    default = with_mixer(default, StateReader(which="all"))
 
     configs = default, dataclasses.replace(default, attention_kernel="interpreted")
     results = [gradient_over_segments(config, tokens, start) for config in configs]

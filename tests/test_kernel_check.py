@@ -48,14 +48,6 @@ def test_a_kernel_that_agrees_is_used(checked, monkeypatch, name, dtype, dropout
     assert checked(config, dtype) == ("interpreted", "attention kernel: checked on this device\n")
 
 
-@pytest.mark.thorough
-def test_a_window_that_is_computed_as_two_is_checked(checked, monkeypatch):
-    narrow = functools.partial(KERNELS["interpreted"].attend, rows=4, widest=4)
-    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend=narrow))
-    config = dataclasses.replace(CONFIG, dropout_rate=0.1)
-    assert checked(config, "bfloat16") == ("interpreted", "attention kernel: checked on this device\n")
-
-
 def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     sheared = window_tpu._sheared
     monkeypatch.setattr(window_tpu, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
@@ -64,22 +56,27 @@ def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
     assert line.startswith("attention kernel: the default is used instead: the window: the error of ")
 
 
+@pytest.fixture
+def without_the_window(monkeypatch):
+    """Other tests check the attention to the window."""
+    monkeypatch.setattr(kernel_check, "_has_window", lambda shape: False)
+
+
 @pytest.mark.thorough
-def test_a_kernel_for_states_is_checked_as_well(checked, monkeypatch):
+def test_a_kernel_for_states_is_checked_as_well(checked, without_the_window, monkeypatch):
     states = RecurrentStates(num_states=4)
     config = with_mixer(CONFIG, states, (0,))
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
     assert kernel_check._problem(config.shape, "float32", "attention", "interpreted", planned=True) is None
-    for wrong in (without_last_keys, without_unit_length):
-        broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(wrong, right))
-        monkeypatch.setitem(KERNELS, "interpreted", broken)
-        kernel, line = checked(config)
-        assert kernel == "none" and "the default is used instead: recurrent_states: the error of " in line
+    broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(without_unit_length, right))
+    monkeypatch.setitem(KERNELS, "interpreted", broken)
+    kernel, line = checked(config)
+    assert kernel == "none" and "the default is used instead: recurrent_states: the error of " in line
 
 
 @pytest.mark.thorough
-def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, monkeypatch):
+def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, without_the_window, monkeypatch):
     memory = ExternalMemory(num_slots=32, num_neighbors=4, search="bucketed")
     config = with_mixer(CONFIG, memory, (0,))
     right = KERNELS["interpreted"].memory
@@ -141,15 +138,10 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
     def without_start(rule, matrix, start, chunk, **options):
         return right(rule, matrix, jnp.zeros_like(start), chunk, **options)
 
-    def without_matrix(rule, matrix, start, chunk, **options):
-        after, read = right(rule, matrix, start, chunk, **options)
-        return jnp.roll(after, 1, axis=1), read
-
-    for wrong in (without_start, without_matrix):
-        monkeypatch.setitem(RECURRENCES, "interpreted", wrong)
-        kernel_check._checked.cache_clear()
-        assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "none"
-        assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err
+    monkeypatch.setitem(RECURRENCES, "interpreted", without_start)
+    kernel_check._checked.cache_clear()
+    assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "none"
+    assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -172,12 +164,6 @@ def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
 
 def without_unit_length(attend, query, scale, *parts):
     return attend(query, scale, *(part._replace(has_unit_length=None) for part in parts))
-
-
-def without_last_keys(attend, query, scale, *parts):
-    return attend(
-        query, scale, *(part._replace(key=part.key[..., :-1, :], value=part.value[..., :-1, :]) for part in parts)
-    )
 
 
 def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
