@@ -13,6 +13,7 @@ from shipped import needs, vocabulary_size
 from meliad_like import config
 from meliad_like.config import construction
 from meliad_like.config.bindings import Rank, collect
+from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.history.settings import HistorySettings
 from meliad_like.mesh import MeshConfig, make_mesh, parameter_shardings
 from meliad_like.mixers.external_memory import ExternalMemory
@@ -98,6 +99,9 @@ def parse_whole(*names):
 
 @functools.cache
 def count(model, vocabulary_size):
+    if isinstance(model, PretrainedConfig) and (model.window_length, model.overlap) != (1, 0):
+        # The windows in which documents are read have no parameters, and most rows differ in them alone.
+        return count(dataclasses.replace(model, window_length=1, overlap=0), vocabulary_size)
     return Model(model, vocabulary_size).num_parameters
 
 
