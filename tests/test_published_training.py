@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-import signal
+import shutil
 
 import forked
 import jax
@@ -117,24 +117,16 @@ def test_some_parameters_are_trained_on_four_devices_as_on_one(of_bytes):
     assert dict(describe(run, 264).table().rows)["trained parameters"] == f"{sum(mixers):,}"
 
 
-KILL = """
-        while not os.path.exists({saved!r}):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)"""
-
-
 @pytest.mark.thorough
-def test_training_starts_with_a_folder_and_resumes_after_a_kill(of_bytes, tmp_path, capsys):
+def test_training_starts_with_a_folder_and_resumes(of_bytes, tmp_path, capsys):
     folder, bindings = of_bytes
     run = config_for_training(folder, read_changes((), [*bindings, MIXERS_ALONE]))
     assert run.model.published and run.model.window_length == 8
     assert tiny_run.train(run, tmp_path / "straight", str(folder)) == 0
     lm = meliad_like.load(folder)
-    flags = [f"--load_dir={folder}", f"--workdir={tmp_path / 'resumed'}"]
-    flags += [f"--gin_param={binding}" for binding in (*bindings, MIXERS_ALONE)]
-    deed = KILL.format(saved=str(tmp_path / "resumed" / "checkpoints" / "2"))
-    killed = tiny_run.run_command(["-c", tiny_run.ON_STEP.format(step=3, deed=deed), *flags], num_devices=1)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    # As a kill after step 2 would have left it.
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "4")
     assert tiny_run.train(run, tmp_path / "resumed", str(folder)) == 0
     ours, again = (meliad_like.load(tmp_path / name) for name in ("straight", "resumed"))
     tiny_run.assert_same_bits(ours.params, again.params)

@@ -13,6 +13,7 @@ import pytest
 import tiny_run
 from tiny_run import command, parse, read_metrics
 
+from meliad_like import config
 from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
@@ -113,10 +114,12 @@ def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_mistake_ends_both_at_once(bindings, one):
-    other = command([*bindings, "RecurrentStates.gate = 'lstm'"], f"--workdir={one}")
+def test_a_mistake_ends_both_at_once(bindings, tmp_path):
+    config.save(parse(bindings), tmp_path)
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    other = command([*bindings, "RecurrentStates.gate = 'lstm'"], f"--workdir={tmp_path}")
     statuses, results = finish(start_two(other))
     assert statuses == [2, 2], results
     changed = "RecurrentStates.gate is 'fixed' there, 'lstm' here"
     for _, errors in results:
-        assert f"error: {one} belongs to another config: {changed}" in errors
+        assert f"error: {tmp_path} belongs to another config: {changed}" in errors
