@@ -41,7 +41,7 @@ CONFIGS = {
     },
     "slide below skip": dataclasses.replace(with_mixer(TWO, STATES, (1,)), clear_states=True),
     "rotary": dataclasses.replace(SKIP, position=Rotary(), remat="layers"),
-    "scanned": dataclasses.replace(SKIP, num_layers=3, remat="dots", scan_layers=True),
+    "scanned": dataclasses.replace(SKIP, num_layers=2, remat="dots", scan_layers=True),
     "kernel": dataclasses.replace(SKIP, attention_kernel="interpreted"),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "feedback": with_mixer(TWO, StateReader()),
