@@ -74,7 +74,7 @@ FEWER_HEADS = {"num_heads": 4, "head_size": 4}
 
 EXAMPLES = {
     "sliding_window": Example(SlidingWindow(), "block_recurrent/slide_12l.gin"),
-    "recurrent_states": Example(RecurrentStates(num_states=8), "block_recurrent/fixed_skip.gin"),
+    "recurrent_states": Example(RecurrentStates(num_states=8, gate="lstm"), "block_recurrent/lstm_skip.gin"),
     "state_reader": Example(
         StateReader(),
         "block_recurrent/feedback_fixed_skip.gin",
