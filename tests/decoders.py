@@ -35,10 +35,10 @@ def with_mixer(config: DecoderConfig, mixer: MixerConfig, layers: tuple[int, ...
 
 
 def recurrent(
-    config: DecoderConfig, /, layers: tuple[int, ...] | None = None, feedback: str = "none", **changes
+    config: DecoderConfig, /, layers: tuple[int, ...] | None = None, feedback: bool = False, **changes
 ) -> DecoderConfig:
     """The config with other fields of its own, or of its recurrent states, which it gets in the first layer if it has
-    none; `layers` have states, and `feedback` is which of them other layers read."""
+    none; `layers` have states, and `feedback` is whether other layers read them."""
     of_decoder = {field.name for field in dataclasses.fields(config)}
     states = {name: changes.pop(name) for name in list(changes) if name not in of_decoder}
     old = config.mixer(RecurrentStates) or RecurrentStates()
@@ -49,7 +49,7 @@ def recurrent(
     cleared = {name: changes.pop(name) for name in ("clear_states",) if name in changes}
     config = dataclasses.replace(config, pattern=without, mixers=others, **changes)
     config = with_mixer(config, dataclasses.replace(old, **states), layers)
-    config = config if feedback == "none" else with_mixer(config, StateReader(which=feedback))  # type: ignore[arg-type]
+    config = with_mixer(config, StateReader()) if feedback else config
     return dataclasses.replace(config, **cleared)
 
 

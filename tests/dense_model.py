@@ -47,8 +47,7 @@ def rotate(x, position):
 class DenseModel:
     def __init__(self, config, theirs):
         self.recurrent = config.mixer(RecurrentStates) or RecurrentStates()
-        reader = config.mixer(StateReader)
-        self.feedback = reader and reader.which
+        self.feedback = config.mixer(StateReader) is not None
         self.memory = config.mixer(ExternalMemory) or ExternalMemory()
         self.position = POSITIONS.name_of(config.position)
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
@@ -68,12 +67,10 @@ class DenseModel:
         for begin in range(0, len(tokens), w):
             x = embedding[tokens[begin : begin + w]]
             read = [None if s is None else self.state_heads(p, s) for p, s in zip(self.layers, states)]
-            shared = [heads for heads in read if heads is not None]
-            if self.feedback == "last":
-                shared = shared[-1:]
+            shared = [heads for heads in read if heads is not None][-1:] if self.feedback else []
             new_states = list(states)
             for i, p in enumerate(self.layers):
-                sources = [read[i]] if read[i] is not None else shared if self.feedback else []
+                sources = [read[i]] if read[i] is not None else shared
                 x, past[i], new_states[i] = self.layer(p, x, past[i], states[i], sources, begin)
             states = new_states
             blocks.append(x)

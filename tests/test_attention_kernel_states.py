@@ -94,7 +94,7 @@ def test_a_decoder_with_the_kernel_equals_the_default():
     start = jnp.asarray([[[1, 0, 0], [1, 0, 1]], [[0, 1, 0], [0, 0, 0]]], bool)
     default = dataclasses.replace(DECODER, mask_empty_cache=False)
     default = with_mixer(default, RecurrentStates(num_states=8, cell="dual"), (0, 1))
-    default = with_mixer(default, StateReader(which="all"))
+    default = with_mixer(default, StateReader())
 
     configs = default, dataclasses.replace(default, attention_kernel="interpreted")
     results = [gradient_over_segments(config, tokens, start) for config in configs]

@@ -88,7 +88,7 @@ def enumerated(lm, start, alpha=0.0, **restrictions):
 def test_a_wide_beam_finds_what_an_enumeration_finds(lm, alpha):
     # The first block ends while the hypotheses grow, and so what they remember of it has to follow them.
     start = lm.read("abc")
-    found = lm.search(start, LENGTH, width=WIDTH, length_penalty=alpha, num_best=40)
+    found = lm.search(start, LENGTH, width=WIDTH, length_penalty=alpha)[:40]
     expected = enumerated(lm, start, alpha)[:40]
     np.testing.assert_allclose([one.score for one in found], [score for score, _ in expected], atol=1e-5)
     assert [tuple(one.tokens) for one in found] == [text for _, text in expected]
@@ -120,7 +120,7 @@ def test_width_1_is_greedy():
 
 def test_ends_and_masks(recurrent):
     start, restrictions = recurrent.read("ab"), {"ends": (1, 3), "forbidden": (0, END)}
-    found = recurrent.search(start, LENGTH, width=WIDTH, end_tokens={1, 3}, forbidden_tokens=[0, END], num_best=30)
+    found = recurrent.search(start, LENGTH, width=WIDTH, end_tokens={1, 3}, forbidden_tokens=[0, END])[:30]
     expected = enumerated(recurrent, start, **restrictions)[:30]
     assert [tuple(one.tokens) for one in found] == [text for _, text in expected]
     assert all(one.ended == (one.tokens[-1] in (1, 3)) for one in found)
@@ -167,7 +167,6 @@ def test_there_may_be_fewer_hypotheses_than_asked_for(recurrent):
         ({"forbidden_tokens": [6]}, "forbidden_tokens: token 6 is not in the vocabulary of 6"),
         ({"end_tokens": [-1]}, "end_tokens: token -1 is not in the vocabulary of 6"),
         ({"width": 0}, "width=0 must be at least 1"),
-        ({"num_best": 5}, "num_best=5 must be at least 1 and at most width=4"),
         ({"length_penalty": -0.5}, "length_penalty=-0.5 must be at least 0"),
         ({"tokens": 0}, "tokens=0 must be at least 1"),
         ({"start": ""}, "there is nothing to continue: the prompt is empty"),

@@ -188,7 +188,7 @@ def test_nothing_to_continue(make_generator):
 
 
 def test_a_token_out_of_range_is_named(make_generator):
-    with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
+    with pytest.raises(UserError, match="token 257 is not in the vocabulary, whose ids are 0 to 256"):
         make_generator().read(make_generator().begin(0), [np.array([1, 257])])
 
 

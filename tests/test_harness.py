@@ -147,7 +147,7 @@ def test_the_most_likely_continuation_is_found(states):
         [(("", ""), list(BOOK.encode()), tokens) for tokens in (written, [1, *written])]
     )
     assert [greedy for _, greedy in found] == [True, False]
-    with pytest.raises(UserError, match="text 1 of the batch: token 400 is not in the vocabulary of 257"):
+    with pytest.raises(UserError, match="token 400 is not in the vocabulary, whose ids are 0 to 256"):
         model._loglikelihood_tokens([(("", ""), [1], [2]), (("", ""), [1], [400])])
 
 

@@ -17,7 +17,7 @@ from meliad_like.mixers import kernel_check
 from meliad_like.mixers.dot_product_attention import DotProductAttention
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
-from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
+from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.mamba2 import Mamba2
 from meliad_like.mixers.positions import Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
@@ -34,7 +34,7 @@ def checked(capsys):
     def check(config, dtype="float32"):
         jax.clear_caches()  # a changed kernel would not be traced again
         kernel_check._checked.cache_clear()
-        kernel = kernel_that_works(config.shape, dtype, "interpreted")
+        kernel = kernel_that_works(config.shape, dtype, "attention", "interpreted")
         return kernel, capsys.readouterr().err
 
     return check
@@ -100,7 +100,8 @@ def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypat
         monkeypatch.setitem(KERNELS, "interpreted", wrong)
         kernel, line = checked(config)
         assert kernel == "none" and "the default is used instead: dot_product_attention: the error of " in line
-    assert kernel_that_works(dataclasses.replace(config, window_length=64).shape, "float32", "interpreted") == "none"
+    shape = dataclasses.replace(config, window_length=64).shape
+    assert kernel_that_works(shape, "float32", "attention", "interpreted") == "none"
 
 
 def with_other_arguments(attend, changes, query, key, value, query_document, key_document, span):
@@ -129,10 +130,10 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
     mixers = GatedDeltaRule(chunk_length=4), Mamba2(head_size=4, state_size=4)
     config = dataclasses.replace(CONFIG, mixers=mixers, pattern=("gated_delta_rule+mamba2",), position=Rotary())
     kernel_check._checked.cache_clear()
-    assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "interpreted"
+    assert kernel_that_works(config.shape, dtype, "recurrence", "interpreted") == "interpreted"
     assert capsys.readouterr().err == "recurrence kernel: checked on this device\n"
-    assert recurrence_kernel_that_works(CONFIG.shape, dtype, "interpreted") == "none"
-    assert recurrence_kernel_that_works(config.shape, dtype) == "none"
+    assert kernel_that_works(CONFIG.shape, dtype, "recurrence", "interpreted") == "none"
+    assert kernel_that_works(config.shape, dtype, "recurrence") == "none"
     right = RECURRENCES["interpreted"]
 
     def without_start(rule, matrix, start, chunk, **options):
@@ -140,7 +141,7 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
 
     monkeypatch.setitem(RECURRENCES, "interpreted", without_start)
     kernel_check._checked.cache_clear()
-    assert recurrence_kernel_that_works(config.shape, dtype, "interpreted") == "none"
+    assert kernel_that_works(config.shape, dtype, "recurrence", "interpreted") == "none"
     assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err
 
 
@@ -157,7 +158,7 @@ def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
     for kernel, line in (right, checked), (for_tpus, checked), (without_state, refused):
         monkeypatch.setitem(SCANS, "interpreted", (kernel, fits))
         kernel_check._checked.cache_clear()
-        name = recurrence_kernel_that_works(config.shape, "float32", "interpreted")
+        name = kernel_that_works(config.shape, "float32", "recurrence", "interpreted")
         assert name == ("interpreted" if line == checked else "none")
         assert capsys.readouterr().err.startswith(f"recurrence kernel: {line}")
 
@@ -186,13 +187,13 @@ def test_a_program_resolves_auto_and_a_cpu_changes_nothing(monkeypatch):
     assert CONFIG.attention_kernel == "auto" and CONFIG.on_this_platform() is CONFIG
     assert not CONFIG.shape.has_kernel
     assert checked_nothing(dataclasses.replace(CONFIG, position=Rotary()))
-    monkeypatch.setattr(decoder, "kernel_that_works", lambda shape, dtype: "interpreted")
-    assert CONFIG.on_this_platform().attention_kernel == "interpreted"
-    monkeypatch.setattr(decoder, "recurrence_kernel_that_works", lambda shape, dtype: "interpreted")
-    assert CONFIG.on_this_platform().recurrence_kernel == "interpreted"
+    kernels = {"attention": "interpreted", "recurrence": "gpu"}
+    monkeypatch.setattr(decoder, "kernel_that_works", lambda shape, dtype, kind: kernels[kind])
+    resolved = CONFIG.on_this_platform()
+    assert (resolved.attention_kernel, resolved.recurrence_kernel) == ("interpreted", "gpu")
     without = dataclasses.replace(CONFIG, attention_kernel="none", recurrence_kernel="none")
     assert without.on_this_platform() is without
 
 
 def checked_nothing(config):
-    return kernel_that_works(config.shape, "float32", "interpreted") == "none"
+    return kernel_that_works(config.shape, "float32", "attention", "interpreted") == "none"

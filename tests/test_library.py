@@ -224,9 +224,9 @@ def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):
 def test_mistakes_are_named(states, tmp_path):
     with pytest.raises(UserError, match="has no usable checkpoint"):
         meliad_like.load(tmp_path)
-    with pytest.raises(UserError, match="token 257 is not in the vocabulary of 257"):
+    with pytest.raises(UserError, match="token 257 is not in the vocabulary, whose ids are 0 to 256"):
         states.score([1, 257])
-    with pytest.raises(UserError, match="text 1 of the batch: token -1 is not in the vocabulary of 257"):
+    with pytest.raises(UserError, match="token -1 is not in the vocabulary, whose ids are 0 to 256"):
         states.read_batch([[1, 2], [3, -1]])
     for text, message in (
         (io.StringIO("a"), "and not StringIO"),

@@ -138,7 +138,6 @@ def test_bindings(folder):
         "RecurrentStates.gate = 'lstm'",
         "RecurrentStates.num_states = 5",
         "RunConfig.optimizer = 'adafactor'",
-        "StateReader.which = 'last'",
         "TrainingConfig.evaluate_max_tokens = 512",
         "TrainingConfig.num_steps = 7",
         "VocabularyConfig.size_multiple = 300",

@@ -66,15 +66,15 @@ THREE = {"num_layers": 3}
 BUCKETS = ExternalMemory(num_slots=2 * W, num_neighbors=4, search="bucketed")
 MEMORY = ExternalMemory(num_slots=2 * W, num_neighbors=3)
 CONFIGS |= {
-    "feedback": recurrent(SKIP, **THREE, feedback="last"),
-    "feedback of the last": recurrent(CONFIGS["lstm:single"], **THREE, layers=(0, 1), feedback="last"),
-    "feedback of all": recurrent(SKIP, **THREE, layers=(0, 1), feedback="all", mask_empty_cache=False),
+    "feedback": recurrent(SKIP, **THREE, feedback=True),
+    "feedback of the last": recurrent(CONFIGS["lstm:single"], **THREE, layers=(0, 1), feedback=True),
+    "feedback, unmasked": recurrent(SKIP, **THREE, layers=(0, 1), feedback=True, mask_empty_cache=False),
     "memory": with_mixer(SLIDE, MEMORY, (0,)),
     "memory of buckets": with_mixer(dataclasses.replace(SLIDE, mask_empty_cache=False), BUCKETS, (-2,)),
-    "memory and feedback": with_mixer(recurrent(SKIP, **THREE, feedback="last", position=Rotary()), MEMORY, (0,)),
+    "memory and feedback": with_mixer(recurrent(SKIP, **THREE, feedback=True, position=Rotary()), MEMORY, (0,)),
     "memory and states": with_mixer(SKIP, MEMORY, (0,)),
     "scanned": recurrent(SKIP, **THREE, layers=(1, 2), scan_layers=True),
-    "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback="last", scan_layers=True),
+    "scanned feedback": recurrent(SKIP, **THREE, layers=(2,), feedback=True, scan_layers=True),
 }
 OTHER_FAMILIES = {
     "shortformer": ShortformerConfig(**SIZES, cache_length=W, cutoffs=(10, 20), band_factor=2),
@@ -82,7 +82,7 @@ OTHER_FAMILIES = {
 }
 # As few as show every way through the code, because compiling takes most of the time.
 # Single mixers are in test_mixers.py.
-WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "unmasked", "feedback of the last", "feedback of all")
+WAYS = ("lstm:dual", "lstm:single", "rotary", "none", "unmasked", "feedback of the last", "feedback, unmasked")
 WAYS += ("memory of buckets", "memory and feedback")
 WAYS += ("memory and states",)
 
@@ -130,7 +130,7 @@ def test_decoding_equals_the_parallel_pass(name):
     check_token_by_token(*make(CONFIGS[name]))
 
 
-@pytest.mark.parametrize("name", ["two", "rotary", "feedback of all"])
+@pytest.mark.parametrize("name", ["two", "rotary", "feedback, unmasked"])
 def test_a_book_in_segments_is_the_book(name):
     check_segments(*make(CONFIGS[name]))
 
@@ -146,7 +146,7 @@ def test_documents_that_begin_within_a_segment_are_separate(name):
     "name",
     [
         "memory and feedback",
-        pytest.param("feedback of all", marks=pytest.mark.exhaustive),
+        pytest.param("feedback, unmasked", marks=pytest.mark.exhaustive),
         pytest.param("scanned", marks=pytest.mark.exhaustive),
     ],
 )

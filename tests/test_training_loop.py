@@ -176,12 +176,7 @@ def test_a_finished_run_resumes_when_it_is_given_more_steps(bindings, setup, str
 
 @pytest.mark.thorough
 def test_a_run_with_an_average_resumes_and_begins_with_other_parameters(bindings, straight, tmp_path):
-    changes = (
-        "RunConfig.optimizer = 'schedule_free'",
-        "RunConfig.schedule = 'constant'",
-        "TrainingConfig.z_loss = 1e-3",
-    )
-    bindings = [binding for binding in bindings if not binding.startswith("Adafactor.")]
+    changes = "OptimizerConfig.average_decay = 0.9", "TrainingConfig.z_loss = 1e-3"
     run = parse(bindings, *changes, "TrainingConfig.num_steps = 12")
     assert train(run, tmp_path / "whole") == 0
     for steps in (7, 12):

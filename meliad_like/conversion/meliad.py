@@ -17,13 +17,13 @@ import pandas as pd
 from etils import epath
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import Place, Places, fill_parameters, to_tensors, vocabulary_of
+from meliad_like.conversion.parameters import NEWER_FIELDS, Place, Places, fill_parameters, to_tensors, vocabulary_of
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
 from meliad_like.mixers.positions import NoPosition, Rotary
 from meliad_like.models.config import MODELS
-from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig, StackConfig
+from meliad_like.models.decoder import DecoderConfig, StackConfig
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
 from meliad_like.run.opening import open_checkpoint, write_checkpoint

@@ -175,7 +175,7 @@ def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:
     if layers["RecurrentStates"]:
         ours = {"RecurrentStates.gate": "fixed", "RecurrentStates.cell": "dual"} | ours
         if feedback and window:
-            ours["StateReader.which"], others = "last", "sliding_window+state_reader+feedforward"
+            others = "sliding_window+state_reader+feedforward"
     side = ours.pop("side_layers", ())
     if side and "DenseMemory.horizon" in ours:
         # The additional layer comes after the layer of this index.

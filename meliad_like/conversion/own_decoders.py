@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from meliad_like.conversion.parameters import Place, to_tensors
+from meliad_like.conversion.parameters import NEWER_FIELDS, Place, to_tensors
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FEEDFORWARDS, PlainFeedForward
 from meliad_like.mixers.base import MIXERS, DecoderShape
@@ -17,7 +17,7 @@ from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import POSITIONS, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
-from meliad_like.models.decoder import NEWER_FIELDS, DecoderConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import default_of
 from meliad_like.vocabularies.base import Vocabulary

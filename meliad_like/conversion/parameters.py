@@ -14,6 +14,9 @@ from meliad_like.errors import UserError
 from meliad_like.training.checkpoints import named_arrays
 from meliad_like.vocabularies.base import Vocabulary
 
+NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon")
+"""Fields of published models, which other programs' forms of our decoders lack."""
+
 
 class Place(NamedTuple):
     """The place of one of our parameters in a file."""

@@ -89,13 +89,11 @@ class Evaluator:
     ):
         """
         Args:
-          name: name of the split, for the report.
           segment_length: number of tokens that a lane reads in a step; a multiple of the window.
           max_lanes: the largest number of documents read in parallel, rounded up to a multiple that the mesh needs.
           max_tokens: evaluate a random subset of whole documents, always the same, with at most this number of tokens.
           loss_slice: number of tokens of a lane whose logits exist at the same time.
           whole_segments: documents begin at segment boundaries, so that equal positions have equal segments.
-          reading_mode: how segments are read.
           read: (documents, number of lanes) -> a reader of all documents, each once; None: reads them in order.
         """
         self.model = model
@@ -119,12 +117,9 @@ class Evaluator:
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         if read is None:
-            lengths, overlap = (
-                (segment_length, window),
-                model.config.overlap if reading_mode.repeats_windows else 0,
-            )
+            overlap = model.config.overlap if reading_mode.repeats_windows else 0
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
-            self._reader = LanesReader(self._split, num_lanes, *lengths, overlap=overlap, **order)
+            self._reader = LanesReader(self._split, num_lanes, segment_length, window, overlap=overlap, **order)
         else:
             self._reader = read(self._split, num_lanes)
         self.num_lanes = self._reader.num_lanes
@@ -202,10 +197,9 @@ class Evaluator:
             losses = jax.device_get(losses)
             # Overlapping windows begin at any position.
             first = self._starts[losses.document] + losses.position
-            index = (np.asarray(first)[..., None] + np.arange(self._window)).reshape(losses.counted.shape)[
-                losses.counted
-            ]
-            nats[index], correct[index], seen[index] = losses.nats[losses.counted], losses.correct[losses.counted], True
+            counted = losses.counted
+            index = (np.asarray(first)[..., None] + np.arange(self._window)).reshape(counted.shape)[counted]
+            nats[index], correct[index], seen[index] = losses.nats[counted], losses.correct[counted], True
             done += len(index)
             if on_progress is not None:
                 on_progress(done, total)

@@ -5,14 +5,14 @@ import functools
 import gzip
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
@@ -23,7 +23,6 @@ from meliad_like.tables import Table
 from meliad_like.vocabularies.base import Vocabulary
 
 Result = TypeVar("Result")
-Item = TypeVar("Item")
 
 FIGURES = (
     "bits_per_token",
@@ -114,11 +113,6 @@ def with_progress(title: str, work: Callable[[Callable[[int, int], None]], Resul
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=None)
         return work(lambda done, total: progress.update(task, completed=done, total=total))
-
-
-def tracked(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
-    """The items, while a progress bar counts them."""
-    return iter(track(items, title, total, console=Console(stderr=True), transient=True))
 
 
 def write(evaluation: Evaluation, path: epath.PathLike, **details: Any) -> None:

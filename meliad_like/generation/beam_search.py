@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import GenerationState
-from meliad_like.generation.sampling import mask, writable_tokens
+from meliad_like.generation.sampling import writable_tokens
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
 from meliad_like.vocabularies.base import Vocabulary
@@ -135,7 +135,7 @@ def _best(
 ) -> tuple[Int[Array, "b width"], Int[Array, "b width"], Beams]:
     """The best extended hypotheses: the places of those that they extend, their last tokens, and the hypotheses."""
     width, v = logits.shape[1:]
-    extended = mask(jax.nn.log_softmax(logits), allowed)
+    extended = jnp.where(allowed, jax.nn.log_softmax(logits), -jnp.inf)
     # A hypothesis that has ended is one candidate, itself, in the place of its extension by token 0.
     unchanged = jnp.where(jnp.arange(v) == 0, 0.0, -jnp.inf)
     added = jnp.where(beams.ended[..., None], unchanged, extended)

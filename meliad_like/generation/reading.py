@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.errors import DAMAGED_NPZ, UserError, refusals
+from meliad_like.layers.basic import check_tokens
 from meliad_like.layers.lanes import choose_lanes, join_lanes, take_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
@@ -96,7 +97,7 @@ class TextReader:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
             tokens of the text but its last; the states before the tokens that are still to be read, and these tokens.
         """
-        check_tokens(texts, self._model.vocabulary_size)
+        check_tokens(np.concatenate(texts), self._model.vocabulary_size)
         # The last token before each text has not been read yet; if it is a generated end of document, it is dropped.
         is_before = (state.token != NO_TOKEN) & ~state.ended
         rows = [
@@ -147,14 +148,6 @@ class TextReader:
             if (full := remaining >= size).any():
                 return np.where(full, size, 0), size
         return remaining, 0
-
-
-def check_tokens(texts: Sequence[Int[np.ndarray, " n"]], vocabulary_size: int) -> None:
-    """Raises a UserError if a token is not in the vocabulary."""
-    for number, tokens in enumerate(texts):
-        if (wrong := tokens[(tokens < 0) | (tokens >= vocabulary_size)]).size:
-            where = f"text {number} of the batch: " if len(texts) > 1 else ""
-            raise UserError(f"{where}token {wrong[0]} is not in the vocabulary of {vocabulary_size}")
 
 
 def read_while_decoding(

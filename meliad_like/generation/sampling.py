@@ -53,11 +53,6 @@ def writable_tokens(
     return allowed
 
 
-def mask(logits: Float[Array, "... v"], allowed: Bool[Array, " v"]) -> Float[Array, "... v"]:
-    """The logits, or log-probabilities, of the next token, -inf for those that may not be written."""
-    return jnp.where(allowed, logits, -jnp.inf)
-
-
 def sample(logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConfig) -> Int[Array, " b"]:
     """Samples one token per lane, with a random key for each: as if the lane were alone.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, GenerationState, RequestedResults, TextReader
-from meliad_like.generation.sampling import SamplingConfig, mask, sample, writable_tokens
+from meliad_like.generation.sampling import SamplingConfig, sample, writable_tokens
 from meliad_like.models.model import Model
 from meliad_like.vocabularies.base import Vocabulary
 
@@ -171,7 +171,7 @@ def _write_tokens(
         i, carry, token, key, written = loop
         logits, carry = module.decode_step(token, carry)
         keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key))
-        token = sample(mask(logits, allowed), keys[:, 1], sampling)
+        token = sample(jnp.where(allowed, logits, -jnp.inf), keys[:, 1], sampling)
         return i + 1, carry, token, jax.random.key_data(keys[:, 0]), written.at[:, i].set(token)
 
     loop = (0, carry, token, key, jnp.zeros((len(token), chunk), jnp.int32))

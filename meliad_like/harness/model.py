@@ -28,7 +28,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, check_tokens, read_while_decoding
+from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, read_while_decoding
+from meliad_like.layers.basic import check_tokens
 from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
@@ -160,7 +161,8 @@ class HarnessModel(TemplateLM):
           UserError: a token is not in the vocabulary.
         """
         texts = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
-        check_tokens([np.array([*x, *y], int) for x, y in texts], self.lm.vocabulary.size)
+        for x, y in texts:
+            check_tokens(np.array([*x, *y], int), self.lm.vocabulary.size)
         return self._answers([Question(i, (*x, *y), len(y)) for i, (x, y) in enumerate(texts)])
 
     def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:

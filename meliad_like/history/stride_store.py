@@ -13,12 +13,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import pandas as pd
+from rich.console import Console
+from rich.progress import track
 
 from meliad_like.config import bound_values, rebuild
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import tracked
 from meliad_like.history.journal import Journal, read_json_lines
 from meliad_like.history.selection import check_finite
 from meliad_like.history.settings import HistoryConfig
@@ -122,7 +123,7 @@ class StrideStore:
         missing, journal = self.strides[len(self.numbers) :], self._journal
         assert journal is not None, "the store was opened to be read"
         pairs = zip(missing, make(missing) if missing else (), strict=True)
-        for stride, numbers in tracked(pairs, self.info.what, len(missing)):
+        for stride, numbers in track(pairs, self.info.what, len(missing), console=Console(stderr=True), transient=True):
             check_finite(numbers, "the model", stride, self.info.documents[stride.document])
             self.numbers.append(numbers.tolist())
             journal.write(self.numbers[-1])

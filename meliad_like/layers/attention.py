@@ -203,9 +203,8 @@ def attend_window(
     """Attention of every block of `w` queries to the `w` tokens before each of them.
 
     Args:
-        query: queries of unit length times the attention scale, by block.
-        key, value: keys of unit length, and values, of the block itself.
-        previous_key, previous_value: the keys and values of the block before it.
+        query: queries of unit length times the attention scale; keys have unit length.
+        previous_key, previous_value: the keys and values of the block before each block.
         bias: scaled bias at the distances 1 to w.
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.

@@ -30,12 +30,8 @@ REMAT_POLICIES = {
 LINEAR, SOFTMAX, RELU, UNIT = "linear", "softmax", "relu", "unit"
 
 
-def fan_in_scaled(scale: float) -> jax.nn.initializers.Initializer:
-    """Truncated normal initialisation; a linear map then multiplies the scale of independent inputs by `scale`."""
-    return jax.nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-
-
-fan_in = fan_in_scaled(1.0)
+fan_in = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+"""Initialisation with which a linear map keeps the scale of independent inputs."""
 
 
 def uniform(bound: float):
@@ -223,11 +219,8 @@ class Linear(nnx.Module):
     ):
         self.matmul_dtype = matmul_dtype
         self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes, "matrix")
-        self.bias = (
-            None
-            if bias_initializer is None
-            else parameter(rngs.params(), bias_initializer, (size_out,), axes[1:], "bias")
-        )
+        biased = bias_initializer is not None
+        self.bias = parameter(rngs.params(), bias_initializer, (size_out,), axes[1:], "bias") if biased else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype)

@@ -18,6 +18,12 @@ FEEDFORWARDS = Registry("feed-forward network")
 class FeedForwardConfig:
     """The config of a kind of feed-forward network. Its width is `DecoderConfig.feedforward_width`."""
 
+    activation: Activation = "relu"
+    """The activation of the hidden layer, or of the gate."""
+
+    def __post_init__(self):
+        check_choices(self)
+
     def build(self, model_width: int, feedforward_width: int, *, bias: bool, rngs: nnx.Rngs) -> nnx.Module:
         """The network of one layer; `bias` is `DecoderConfig.feedforward_bias`."""
         raise NotImplementedError
@@ -30,12 +36,6 @@ class FeedForwardConfig:
 @FEEDFORWARDS.register("feedforward")
 class PlainFeedForward(FeedForwardConfig):
     """`activation(x W1) W2`."""
-
-    activation: Activation = "relu"
-    """The activation of the hidden layer."""
-
-    def __post_init__(self):
-        check_choices(self)
 
     def build(self, model_width, feedforward_width, *, bias, rngs):
         return FeedForward(
@@ -51,10 +51,6 @@ class GatedFeedForward(FeedForwardConfig):
     """`(activation(x W1) * x W2) W3` (Shazeer 2020)."""
 
     activation: Activation = "silu"
-    """The activation of the gate."""
-
-    def __post_init__(self):
-        check_choices(self)
 
     def build(self, model_width, feedforward_width, *, bias, rngs):
         return GatedNetwork(self, model_width, feedforward_width, bias=bias, rngs=rngs)

@@ -47,12 +47,8 @@ class Rule(NamedTuple):
 
 
 def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array, "b h p k"], Float[Array, "b h p"]]:
-    """The states after one token, and the vectors that it reads, by the equations as they stand.
-
-    Args:
-        matrix: the states before it.
-        rule: the rule of the token, without the axis of tokens.
-    """
+    """The states after one token, and the vectors that it reads, by the equations as they stand. The rule has no axis
+    of tokens."""
     rule = rule.without_step()
     group = rule.value.shape[1] // rule.query.shape[1]
     query, key = (jnp.repeat(x, group, axis=1) for x in (rule.query, rule.key))
@@ -105,7 +101,7 @@ def read_chunks(
         xs = of_chunk, *jnp.split(solved, [value.shape[-1]], axis=-1), key, until_end
 
         def correct(matrix, of_chunk, of_values, of_keys, key, until_end):
-            update = of_values - of_keys @ transposed(matrix)
+            update = of_values - of_keys @ matrix.mT
             return matrix * of_chunk + written(update, key, until_end), update
 
         next_state = correct
@@ -123,14 +119,10 @@ def read_chunks(
     matrix, (before, update) = scan_in_order(lambda matrix: jax.lax.scan(step, matrix, (first.T, xs)), matrix)
     read = of_queries @ (value if rule.strength is None else update)
     if decay.shape[-1] == 1:
-        read += decay * (query @ transposed(before))
+        read += decay * (query @ before.mT)
     else:
-        read += (decay * query) @ transposed(before)
+        read += (decay * query) @ before.mT
     return rearrange(matrix, "b g r p k -> b (g r) p k"), rearrange(read, "c b g r t p -> b (g r) (c t) p")
-
-
-def transposed(x: Float[Array, "... i j"]) -> Float[Array, "... j i"]:
-    return jnp.swapaxes(x, -1, -2)
 
 
 def written(
@@ -138,8 +130,8 @@ def written(
 ) -> Float[Array, "*batch r p k"]:
     """The part of the updates of a chunk's tokens that is left at its end; the smaller factor is decayed."""
     if until_end.shape[-1] == 1:
-        return transposed(update * until_end) @ key
-    return transposed(update) @ (key * until_end)
+        return (update * until_end).mT @ key
+    return update.mT @ (key * until_end)
 
 
 def decayed_products(
@@ -168,7 +160,7 @@ def decayed_products(
     # Masked before the exponential.
     decays = jnp.exp(jnp.where(np.tri(t, dtype=bool), between, -jnp.inf))
     heads = log_decay.shape[3] if adds_heads_one_by_one() else 1
-    products = [jnp.concatenate([x @ transposed(key)] * heads, axis=3) * decays for x in readers]
+    products = [jnp.concatenate([x @ key.mT] * heads, axis=3) * decays for x in readers]
     return products, jnp.exp(since_begin)[..., None], jnp.exp(until_end)[..., None]
 
 
@@ -215,7 +207,7 @@ def products_by_channel(
     """
     t, readers = key.shape[-2], x.shape[-2] // key.shape[-2]
     if t == 1:
-        return x @ transposed(key), log_decay, jnp.zeros_like(log_decay)
+        return x @ key.mT, log_decay, jnp.zeros_like(log_decay)
 
     def in_halves(y):
         # Along the axis of heads, because XLA crashes on CPUs where arrays have many axes (jaxlib 0.10.2).
@@ -224,7 +216,7 @@ def products_by_channel(
     parts = products_by_channel(in_halves(x), in_halves(key), in_halves(log_decay))
     (first, begin_1, end_1), (second, begin_2, end_2) = ([y[:, :, i::2] for y in parts] for i in (0, 1))
     later = x[..., readers * t // 2 :, :] * jnp.repeat(jnp.exp(begin_2), readers, axis=-2)
-    below = later @ transposed(key[..., : t // 2, :] * jnp.exp(end_1))
+    below = later @ (key[..., : t // 2, :] * jnp.exp(end_1)).mT
     upper, lower = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1), jnp.concatenate([below, second], axis=-1)
     begin = jnp.concatenate([begin_1, begin_2 + begin_1[..., -1:, :]], axis=-2)
     end = jnp.concatenate([end_1 + begin_2[..., -1:, :], end_2], axis=-2)
@@ -249,7 +241,7 @@ def _whole_products_by_channel(
     for block in 2 ** np.arange(t.bit_length() - 1):
         is_later = token // block % 2 == 1
         decay = decays(block, is_later)
-        decayed, is_below = transposed(key * decay), is_later & (earlier // block == token // block - 1)
+        decayed, is_below = (key * decay).mT, is_later & (earlier // block == token // block - 1)
         products = [jnp.where(is_below, (x * decay) @ decayed, y) for x, y in zip(readers, products)]
     return [jnp.broadcast_to(x, (*log_decay.shape[:-1], t)) for x in products], decays(t, True), decays(t, False)
 
@@ -310,13 +302,8 @@ def _inverse_of_whole(system: Float[Array, "c *batch t t"]) -> Float[Array, "c *
 def scan_channels(
     decay: Float[Array, "b n channels"], added: Float[Array, "b n channels"], state: Float[Array, "b channels"]
 ) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
-    """The state of h_t = a_t h_{t-1} + x_t after a segment, and after every token, by a tree of compositions.
-
-    Args:
-        decay: a; it is 0 where a document begins.
-        added: x.
-        state: the state before the first token.
-    """
+    """The state of h_t = a_t h_{t-1} + x_t after a segment, and after every token, by a tree of compositions. `decay`
+    is a, which is 0 where a document begins, and `added` is x."""
     decay, added = jax.lax.associative_scan(compose, (decay, added), axis=1)
 
     def scan(state):
@@ -335,14 +322,8 @@ def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Ar
 def flops_of_rule(
     chunk: int, groups: int, heads: int, key_size: int, value_size: int, *, by_channel: bool = False, corrected: bool
 ) -> float:
-    """The operations of one token in `read_chunks`, with those that decay the products of a chunk.
-
-    Args:
-        chunk: tokens of a chunk.
-        groups, heads, key_size, value_size: `g`, `h`, `k` and `p`.
-        by_channel: whether each channel has its decay.
-        corrected: whether updates are the delta rule's corrections.
-    """
+    """The operations of one token in `read_chunks`, with those that decay the products of a chunk, by the tokens of a
+    chunk and the fields of `mixers.matrix_recurrence.Sizes`."""
     if by_channel:
         between, products = 0, (chunk + 5 * math.log2(chunk)) * heads * key_size
     else:

@@ -16,13 +16,13 @@ from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
 from meliad_like.generation.reading import (
     GenerationState,
     RequestedResults,
-    check_tokens,
     join_states,
     load_state,
     take_states,
 )
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
+from meliad_like.layers.basic import check_tokens
 from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score, State
 from meliad_like.models.config import ActivationDtype
 from meliad_like.run.opening import OpenedCheckpoint, open_model
@@ -44,15 +44,13 @@ class WritingSettings(TypedDict, total=False):
 
 
 class SearchSettings(TypedDict, total=False):
-    """The settings of `LanguageModel.search`: those of `BeamConfig`, and `num_best`."""
+    """The settings of `LanguageModel.search`: those of `BeamConfig`."""
 
     width: int
     length_penalty: float
-    end_tokens: Collection[int] | None
+    end_tokens: Collection[int]
     """The tokens that end a hypothesis; by default the end of the document."""
     forbidden_tokens: Collection[int]
-    num_best: int | None
-    """The number of hypotheses that are returned, `width` by default. There can be fewer."""
 
 
 def load(
@@ -240,25 +238,17 @@ class LanguageModel:
         self, starts: Sequence[State | Text], tokens: int = 200, **settings: Unpack[SearchSettings]
     ) -> list[list[Hypothesis]]:
         """`search` from several states or texts."""
-        options: dict[str, Any] = {"end_tokens": None, "num_best": None, **settings}
-        if options["end_tokens"] is None:
-            options["end_tokens"] = self.vocabulary.end_tokens
-        num_best, config = options.pop("num_best"), BeamConfig(**options)
-        num_best = config.width if num_best is None else num_best
-        if not 1 <= num_best <= config.width:
-            raise UserError(f"num_best={num_best} must be at least 1 and at most width={config.width}")
+        options: dict[str, Any] = {"end_tokens": self.vocabulary.end_tokens, **settings}
         states = self._starts(starts)
         batch = self._joined(states)
         check_prompts(batch)
-        beams, batch = beam_search(self.model, self.params, self.vocabulary, batch, tokens, config)
-        return [self._hypotheses(text, state, beams, batch, num_best) for text, state in enumerate(states)]
+        beams, batch = beam_search(self.model, self.params, self.vocabulary, batch, tokens, BeamConfig(**options))
+        return [self._hypotheses(text, state, beams, batch) for text, state in enumerate(states)]
 
-    def _hypotheses(
-        self, text: int, start: State, beams: Beams, batch: GenerationState, num_best: int
-    ) -> list[Hypothesis]:
-        """The best hypotheses of one text of a search."""
+    def _hypotheses(self, text: int, start: State, beams: Beams, batch: GenerationState) -> list[Hypothesis]:
+        """The hypotheses of one text of a search, the best first."""
         hypotheses, width = [], beams.length.shape[1]
-        for place in range(num_best):
+        for place in range(width):
             log_probability = float(beams.log_probability[text, place])
             if log_probability == -np.inf:
                 break
@@ -285,7 +275,7 @@ class LanguageModel:
             raise UserError(f"{len(states)} states for {len(texts)} texts: give one for each text, or one for all")
         for text in texts:
             check_text(text)
-        check_tokens([np.asarray([] if isinstance(x, str) else x, int) for x in texts], self.vocabulary.size)
+            check_tokens(np.asarray([] if isinstance(text, str) else text, int), self.vocabulary.size)
         encoded = [
             encode_text(self.vocabulary, text, state.num_tokens > 0, state.unfinished)
             for text, state in zip(texts, states)

@@ -80,8 +80,8 @@ class LayerContext(NamedTuple):
     not use it as the length of a memory, because interventions move memories between positions: keep a counter in the
     carry, and call `count`."""
     published: dict[str, Any]
-    """The values that mixers publish before each block (`MixerConfig.reads`), by the name of the mixer and by layer.
-    Arrays have the axes `b` and `c` first; while decoding `b`."""
+    """The values that mixers publish before each block (`MixerConfig.reads`), by the name of the mixer. Arrays have the
+    axes `b` and `c` first; while decoding `b`."""
 
     @property
     def start(self) -> Bool[Array, "b c"]:
@@ -169,7 +169,7 @@ class MixerConfig:
     reads: ClassVar[str | None] = None
     """The name of the mixer whose published values it reads: that mixer's `publish(carry, start)`, a pytree with the
     lanes first, from its carry in either form, before each block; `start` are the lanes in which a document begins with
-    the block. The layers up to the last one with that mixer read a block before the next block."""
+    the block. The last layer with that mixer publishes, and the layers up to it read a block before the next block."""
 
     def has_kernel(self, shape: DecoderShape, kind: KernelKind) -> bool:
         """Whether the mixer uses a kernel of this kind, other than the window's; programs check it with its module."""

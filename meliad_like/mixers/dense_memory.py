@@ -23,8 +23,6 @@ from meliad_like.mixers.sliding_window import TokenHeads, tokens_of
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
-Horizon = Literal["tokens", "segment"]
-
 
 class DenseCarry(NamedTuple):
     """A ring of the document's last m tokens: the token at position `p` is in slot `p % m`."""
@@ -120,7 +118,7 @@ class DenseMemory(MixerConfig):
 
     num_slots: int = size(4096, "length")
     """The number of keys and values that a memory holds for each lane and head; the oldest are overwritten (m)."""
-    horizon: Horizon = "tokens"
+    horizon: Literal["tokens", "segment"] = "tokens"
     """The span that a token sees: the last `num_slots` `tokens` before it, or as in the reference its whole `segment`
     before it and `num_slots` tokens before the segment, so that results depend on where segments begin."""
     attention_scale: float = 1.0

@@ -33,8 +33,6 @@ from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, token
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
-Update = Literal["block", "segment"]
-
 
 class MemoryCarry(NamedTuple):
     """The carry of a layer with an external memory."""
@@ -118,7 +116,7 @@ class ExternalMemory(MixerConfig):
     search: MemorySearch = "exact"
     """`exact`: the nearest memories, by sorting, which accelerators do slowly. `bucketed` (the reference): the nearest
     in each of `num_neighbors` buckets."""
-    update: Update = "block"
+    update: Literal["block", "segment"] = "block"
     """When tokens become memories: after their `block`, or as in the reference after their `segment`, so that results
     depend on where segments begin. With segments of one block both are the same."""
 

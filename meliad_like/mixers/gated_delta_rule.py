@@ -7,8 +7,7 @@ Gated Delta Networks, section 3.1 and equation 10: the state of a head is a matr
 with a decay alpha_t between 0 and 1 and a writing strength beta_t between 0 and a largest one, usually 1, which are
 read from the token. With a strength above 1 a state has negative eigenvalues (Grazzi et al. 2025). Queries, keys and
 values pass a short convolution along the document and a SiLU, and queries and keys get unit length; the outputs of a
-head pass an RMS norm and a gate (section 3.3). Segments are read in chunks (`layers/linear_recurrence.py`). The states
-start at zero with every document. Several heads of values may share a query and a key, as in Qwen3-Next.
+head pass an RMS norm and a gate (section 3.3). Several heads of values may share a query and a key, as in Qwen3-Next.
 
 The factor 1 / sqrt(k) is as in the released code and in Qwen3-Next. The norm would remove it, but for its epsilon. In
 shapes `p` is the size of a value, `g` the number of heads of queries and keys, `h` the number of heads of values, and
@@ -32,8 +31,6 @@ from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
-
-ones = jax.nn.initializers.ones
 
 
 class DeltaRule(MatrixRecurrence):
@@ -66,9 +63,8 @@ class DeltaRule(MatrixRecurrence):
             for width in widths.values()
         )
         self.strength = Linear(d, h, ("model", "heads"), rngs=rngs)
-        # As in Mamba-2: rates between 1 and 16, steps between 0.001 and 0.1.
         self.log_rate = parameter(rngs.params(), log_uniform_rate, (h,), ("heads",), "rate")
-        self.norm_scale = parameter(rngs.params(), ones, (self.sizes.value_size,), (None,), "scale")
+        self.norm_scale = parameter(rngs.params(), jax.nn.initializers.ones, (self.sizes.value_size,), (None,), "scale")
 
     def log_decay(self, x: Array) -> Float[Array, "b h n e"]:
         """The logarithm of alpha, float32, for each head or each channel of its keys; `x` is the result of `decay`."""

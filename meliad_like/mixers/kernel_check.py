@@ -8,7 +8,7 @@ Where devices are only planned (`meliad_like.plan`), the kernels must compile fo
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,44 +34,27 @@ ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
 distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
-def kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
-    """The kernel, if it passes the check, otherwise `none`. None: the platform's kernel for these sizes.
+def kernel_that_works(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str | None = None) -> str:
+    """The kernel of this kind, if it passes the check, otherwise `none`. None: the platform's kernel for these sizes.
 
     One line on stderr says what was found. All processes must call it, and get the same result.
     """
-    if not _has_window(shape):
-        return _kernel_of_mixers(shape, dtype, "attention", kernel, KERNELS)
-    kernel = kernel or kernel_of_platform(shape.window_length, shape.head_size)
-    sizes = shape.window_length, shape.num_heads
-    if kernel == "none" or nnx.eval_shape(lambda: shape.position.build(*sizes, rngs=nnx.Rngs(0))).changes_keys:
-        return "none"
-    return _checked(shape, dtype, "attention", kernel, _planned_for())
-
-
-def recurrence_kernel_that_works(shape: DecoderShape, dtype: str, kernel: str | None = None) -> str:
-    """`kernel_that_works` for linear recurrences."""
-    return _kernel_of_mixers(shape, dtype, "recurrence", kernel, RECURRENCES)
-
-
-def _kernel_of_mixers(
-    shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str | None, names: Container[str]
-) -> str:
-    """The kernel, or the platform's if it is among these names, that works for the mixers that use kernels."""
-    kernel = kernel or (platform() if platform() in names else "none")
-    with_kernel = dataclasses.replace(shape, **{f"{kind}_kernel": kernel})
-    if not any(mixer.has_kernel(with_kernel, kind) for mixers in shape.layers for mixer in mixers):
-        return "none"
-    return _checked(shape, dtype, kind, kernel, _planned_for())
+    if kind == "attention" and _has_window(shape):
+        kernel = kernel or kernel_of_platform(shape.window_length, shape.head_size)
+        position = functools.partial(shape.position.build, shape.window_length, shape.num_heads)
+        is_used = kernel != "none" and not nnx.eval_shape(lambda: position(rngs=nnx.Rngs(0))).changes_keys
+    else:
+        names = KERNELS if kind == "attention" else RECURRENCES
+        kernel = kernel or (platform() if platform() in names else "none")
+        with_kernel = dataclasses.replace(shape, **{f"{kind}_kernel": kernel})
+        is_used = any(mixer.has_kernel(with_kernel, kind) for mixers in shape.layers for mixer in mixers)
+    # The devices, if they are not here.
+    planned = jax.sharding.get_abstract_mesh().abstract_device if platform() != jax.default_backend() else None
+    return _checked(shape, dtype, kind, kernel, planned and planned.device_kind) if is_used else "none"
 
 
 def _has_window(shape: DecoderShape) -> bool:
     return any(mixer.has_window for mixers in shape.layers for mixer in mixers)
-
-
-def _planned_for() -> str | None:
-    """The kind of the devices, if they are not here."""
-    planned = jax.sharding.get_abstract_mesh().abstract_device if platform() != jax.default_backend() else None
-    return planned and planned.device_kind
 
 
 @functools.cache

@@ -21,9 +21,8 @@ class LightningMixer(ConstantDecay):
 
     def __init__(self, config: "LightningAttention", shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape, rngs=rngs)
-        self.norm_scale = parameter(
-            rngs.params(), jax.nn.initializers.ones, (config.width(shape),), ("heads",), "scale"
-        )
+        ones, width = jax.nn.initializers.ones, config.width(shape)
+        self.norm_scale = parameter(rngs.params(), ones, (width,), ("heads",), "scale")
 
     def log_decay(self):
         return -(2.0 ** (-8 * np.arange(1, self.sizes.heads + 1) / self.sizes.heads))

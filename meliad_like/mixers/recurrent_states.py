@@ -28,8 +28,6 @@ from meliad_like.mixers.sliding_window import TokenCache, WindowAttention, Windo
 from meliad_like.registry import size
 from meliad_like.validation import check_choices, check_positive
 
-GateKind = Literal["fixed", "lstm"]
-CellKind = Literal["skip", "single", "dual"]
 TimeConstants = tuple[float, float] | None
 """The shortest and longest time constant of gates at the start of training, in blocks; None: as in the paper's code."""
 
@@ -90,9 +88,6 @@ class LstmGate(Gate):
         return jax.nn.sigmoid(self.forget(hidden) + 1), jax.nn.sigmoid(self.input(hidden) - 1)
 
 
-GATES = {"fixed": FixedGate, "lstm": LstmGate}
-
-
 class StateHeads(NamedTuple):
     """The heads of the states before a block, [b, h, r, k] each: keys of unit length, queries by `unit_query`."""
 
@@ -132,7 +127,7 @@ class StateCell(nnx.Module):
         self.attention_scale, self.cross_attention_scale = (
             parameter(rngs.params(), scale, (self.num_heads,), ("heads",), "scale") for _ in range(2)
         )
-        gate_class = GATES[config.gate]
+        gate_class = {"fixed": FixedGate, "lstm": LstmGate}[config.gate]
         if config.cell in ("skip", "dual"):
             self.output = Linear(2 * inner, d, ("heads", "model"), rngs=rngs)
             self.attention_gate = gate_class(2 * inner, d, "heads", config.time_constants, rngs=rngs)
@@ -329,12 +324,13 @@ class RecurrentStates(MixerConfig):
 
     num_states: int = size(512, "length")
     """The number of state vectors of a layer."""
-    gate: GateKind = "fixed"
+    gate: Literal["fixed", "lstm"] = "fixed"
     """`fixed`: a learned moving average. `lstm`: forget and input gates computed from the states' attention."""
-    cell: CellKind = "skip"
+    cell: Literal["skip", "single", "dual"] = "skip"
     """The positions of the feed-forward network and the gates in the cell (section 3.3; `StateCell`)."""
     attention_scale: float = 1.0
     """The scale of all attention to and of states at the start of training (section 3.1: learned, from 1)."""
+
     time_constants: TimeConstants = None
     """The shortest and longest number of blocks after which a gate keeps 1/e of a state, at the start of training: the
     channels are spread between them, evenly on a logarithmic scale. None: all begin with about 1.4 (`gate="fixed"`) or
@@ -382,50 +378,39 @@ class RecurrentStates(MixerConfig):
 
 
 class FeedbackReader(Mixer):
-    """Tokens attend to the states that other layers publish before their block."""
+    """Tokens attend to the states that another layer publishes before their block."""
 
     def __init__(self, config: "StateReader", shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.which = config.which
         self.reader = StateAttention(shape, config.attention_scale, rngs=rngs)
 
     def init_carry(self, b, dtype):
         return ()
 
-    def _keys(self, context) -> KeysAndValues | ProjectedKeys:
-        published = context.published["recurrent_states"]
-        if self.which == "last":
-            return published[-1]
-        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *published)
-
     def __call__(self, x, context, carry, dropout_key):
-        return tokens_of(self.reader(x, self._keys(context))), carry
+        return tokens_of(self.reader(x, context.published["recurrent_states"])), carry
 
     def step(self, x, context, carry):
-        return merge_heads(self.reader(x[:, None], self._keys(context)))[:, 0], carry
+        return merge_heads(self.reader(x[:, None], context.published["recurrent_states"]))[:, 0], carry
 
 
 @MIXERS.register("state_reader")
 class StateReader(MixerConfig):
-    """Block feedback (appendix E): layers without states read the states of the layers with `RecurrentStates`."""
+    """Block feedback (appendix E): layers without states read those of the last layer with `RecurrentStates`."""
 
-    which: Literal["last", "all"] = "last"
-    """The recurrent layers whose states are read: the last one, or all."""
     attention_scale: float = 1.0
     """The scale of the attention to states at the start of training."""
 
     reads: ClassVar[str | None] = "recurrent_states"
 
     def __post_init__(self):
-        check_choices(self)
         check_positive(self, ("attention_scale",))
 
     def build(self, shape, *, rngs):
         return FeedbackReader(self, shape, rngs=rngs)
 
     def flops(self, shape):
-        published = [mixer for layer in shape.layers for mixer in layer if isinstance(mixer, RecurrentStates)]
-        read = published if self.which == "all" else published[-1:]
-        return StateAttention.flops(shape, sum(states.num_states for states in read))
+        published = (mixer for layer in shape.layers for mixer in layer if isinstance(mixer, RecurrentStates))
+        return StateAttention.flops(shape, next(published).num_states)
 
     def traits(self, shape):
         return Traits(sequential_because="with StateReader a block waits for the layers of the one before")

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from meliad_like.layers.basic import Linear, RMSNorm, embed, parameter, scores, 
 from meliad_like.layers.feedforward import FEEDFORWARDS, FeedForwardConfig
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.sharding import constrain, num_parts
-from meliad_like.mixers.base import MIXERS, Carry, DecoderShape, Mixer, MixerConfig
-from meliad_like.mixers.kernel_check import kernel_that_works, recurrence_kernel_that_works
+from meliad_like.mixers.base import MIXERS, Carry, DecoderShape, KernelKind, Mixer, MixerConfig
+from meliad_like.mixers.kernel_check import kernel_that_works
 from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.config import FAR, MODELS, ModelConfig, ModelTraits, builds
@@ -32,8 +32,6 @@ from meliad_like.registry import Registry, configs_in, kind_field, names_in, res
 from meliad_like.validation import check_above_zero, check_not_negative, layer_indices
 
 zeros = jax.nn.initializers.zeros
-NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon")
-"""Fields of published models, which other programs' forms of our decoders lack."""
 HOW_IT_READS = ("window_length", "activation_dtype", "dropout_rate", "chunk_length", "clear_states", "span")
 """Fields that a published model does not determine."""
 Norms = Literal["before", "after", "around"]
@@ -137,9 +135,8 @@ class DecoderConfig(StackConfig):
             raise UserError(f"{self.clears_states} has no effect: no mixer of the decoder has states")
 
     def on_this_platform(self):
-        checks = {"attention_kernel": kernel_that_works, "recurrence_kernel": recurrence_kernel_that_works}
-        checks = {field: check for field, check in checks.items() if getattr(self, field) == "auto"}
-        kernels = {field: check(self.shape, self.activation_dtype) for field, check in checks.items()}
+        kinds = [kind for kind in get_args(KernelKind) if getattr(self, f"{kind}_kernel") == "auto"]
+        kernels = {f"{kind}_kernel": kernel_that_works(self.shape, self.activation_dtype, kind) for kind in kinds}
         kernels = {field: kernel for field, kernel in kernels.items() if kernel != "none"}
         return dataclasses.replace(self, **kernels) if kernels else self
 
@@ -198,15 +195,16 @@ class DecoderConfig(StackConfig):
         """The config of the mixer of this class; None if the decoder has none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, kind)), None)
 
-    def publishers(self) -> dict[str, list[int]]:
-        """The layers that publish values for mixers of other layers, by the name of the publishing mixer."""
-        reads = {mixer.reads for mixer in self.mixers} - {None}
-        return {name: self.layers_with(MIXERS[name]) for name in sorted(reads)}
-
     @functools.cached_property
+    def publishers(self) -> dict[str, int]:
+        """The layer that publishes values for mixers of other layers, by the name of the publishing mixer."""
+        reads = {mixer.reads for layer in self.shape.layers for mixer in layer} - {None}
+        return {name: self.layers_with(MIXERS[name])[-1] for name in sorted(reads)}
+
+    @property
     def num_block_by_block(self) -> int:
         """The number of layers that read a block before the next block: those up to the last one that publishes."""
-        return max((indices[-1] + 1 for indices in self.publishers().values() if indices), default=0)
+        return max(self.publishers.values(), default=-1) + 1
 
     @property
     def traits(self) -> ModelTraits:
@@ -390,6 +388,6 @@ class Decoder(Stack):
 
     def published(self, carry, start) -> dict[str, Any]:
         return {
-            name: [self.layers[i].mixers[name].publish(carry.layers[i][name], start) for i in indices]
-            for name, indices in self.config.publishers().items()
+            name: self.layers[i].mixers[name].publish(carry.layers[i][name], start)
+            for name, i in self.config.publishers.items()
         }

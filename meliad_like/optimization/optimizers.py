@@ -6,7 +6,6 @@ so a constant factor changes nothing; Adam nearly so (its epsilon). `clip_norm` 
 factor: if a batch has padding, the step of `nag` is smaller than fairseq's, which divides by the number of targets.
 """
 
-import dataclasses
 import fnmatch
 import functools
 import re
@@ -70,14 +69,6 @@ class OptimizerConfig:
         """The optimizer at this learning rate, without clipping; `kinds` as in `make_optimizer`."""
         raise NotImplementedError
 
-    def averaged(
-        self, optimizer: optax.GradientTransformation, rate: optax.Schedule, is_trained: Any
-    ) -> optax.GradientTransformation:
-        """The optimizer with the average of the trained parameters that the config asks for."""
-        if not self.average_decay:
-            return optimizer
-        return with_average(optimizer, decay=self.average_decay, is_trained=is_trained)
-
 
 @OPTIMIZERS.register("adafactor")
 class Adafactor(OptimizerConfig):
@@ -139,47 +130,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.1
     second_decay: float = 0.95
-
-
-@OPTIMIZERS.register("schedule_free")
-class ScheduleFree(AdamW):
-    """Schedule-free AdamW (Defazio et al. 2024, algorithm 1), whose evaluated parameters are an average with weights
-    that grow with the square of the rate. It needs no decay of the rate, only a warmup."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.average_decay:
-            raise UserError(
-                f"average_decay={self.average_decay}: the schedule_free optimizer has an average of its own"
-            )
-
-    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
-        return Adam.transformation(dataclasses.replace(self, first_decay=0.0), rate, kinds)
-
-    def averaged(self, optimizer, rate, is_trained):
-        weight = {"interpolation": self.first_decay, "weight": lambda count: rate(count) ** 2}
-        return with_average(optimizer, **weight, is_trained=is_trained)
-
-
-@OPTIMIZERS.register("lion")
-class Lion(OptimizerConfig):
-    """Lion (Chen et al. 2023), whose updates are signs: its rate is a fraction of AdamW's, its decay a multiple."""
-
-    base_rate: float = 0.01
-    weight_decay: float = 0.5
-    first_decay: float = 0.9
-    """The momentum's share in an update."""
-    second_decay: float = 0.99
-    """Decay of the momentum."""
-
-    def transformation(self, rate: optax.Schedule, kinds: Any) -> optax.GradientTransformation:
-        return optax.lion(
-            rate,
-            self.first_decay,
-            self.second_decay,
-            weight_decay=self.weight_decay,
-            mask=functools.partial(decayed, kinds=kinds),
-        )
 
 
 @OPTIMIZERS.register("muon")
@@ -302,7 +252,7 @@ def make_optimizer(
             return {name: optax.tree.scale(factors.get(name, 1.0), tree) for name, tree in updates.items()}
 
         optimizer = optax.chain(optimizer, optax.stateless(scale))
-    return config.averaged(optimizer, rate, trained)
+    return with_average(optimizer, config.average_decay, trained) if config.average_decay else optimizer
 
 
 def trained_parameters(config: OptimizerConfig, kinds: Any, factors: Mapping[str, float]) -> Any:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import track
 
 from meliad_like.errors import UserError
-from meliad_like.evaluation.report import tracked
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import StudyRequest, choose, open_studied
@@ -113,7 +114,7 @@ def run(request: StudyRequest) -> Study:
     if selection.documents.lengths.max() < window:
         raise UserError(f"gates: no document has a whole block of {window} tokens")
     tracer, names = Tracer(studied.opened.model, studied.opened.params), selection.documents.names
-    numbers = tracked(range(len(names)), studied.label, len(names))
+    numbers = track(range(len(names)), studied.label, console=Console(stderr=True), transient=True)
     traces = [tracer.read(selection.whole(document)) for document in numbers]
     if not tracer.shapes:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")

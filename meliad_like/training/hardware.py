@@ -3,7 +3,7 @@
 import functools
 import resource
 import sys
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,8 @@ def peak_flops(dtype: str) -> float:
         return DATASHEET_FLOPS[kind]
     x = jax.device_put(jnp.ones((MEASURED_SIZE, MEASURED_SIZE), dtype), jax.local_devices()[0])
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        product(x, x).block_until_ready()
-        seconds.append(time.perf_counter() - began)
+    # The first one is compiled.
+    seconds = timeit.repeat(lambda: product(x, x).block_until_ready(), number=1, repeat=6)
     # Several simulated devices of one CPU share its rate.
     shared = jax.local_device_count() if jax.default_backend() == "cpu" else 1
     return 2 * MEASURED_SIZE**3 / min(seconds) / shared

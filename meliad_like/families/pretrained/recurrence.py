@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
-from meliad_like.layers.basic import ACTIVATIONS, Activation, Linear, fan_in_scaled, over_root_mean_square, parameter
+from meliad_like.layers.basic import ACTIVATIONS, Activation, Linear, over_root_mean_square, parameter
 from meliad_like.registry import Registry, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
 
@@ -85,9 +85,10 @@ class Recurrence(nnx.Module):
         self.pooling_key = parameter(rngs.params(), zeros, (model_width,), ("model",), "scale") if pooled else None
         scales = [1.0] * config.depth + [config.scale]
         # Small and replicated on all devices, so that its inner sizes need not be multiples of the mesh's.
+        scaled = [jax.nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal") for scale in scales]
         self.layers = nnx.List(
-            Linear(size_in, size_out, (None, None), rngs=rngs, initializer=fan_in_scaled(scale), bias_initializer=zeros)
-            for (size_in, size_out), scale in zip(config.sizes(model_width), scales, strict=True)
+            Linear(size_in, size_out, (None, None), rngs=rngs, initializer=initial, bias_initializer=zeros)
+            for (size_in, size_out), initial in zip(config.sizes(model_width), scaled, strict=True)
         )
 
     def weigh(self, outputs: Sequence[Float[Array, "*batch d"]]) -> Float[Array, "*batch d"]:
