@@ -46,7 +46,7 @@ SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "split": ("string", "test", "train, validation or test.", {}),
     "document": ("multi_string", [], "Name of a document to read. Repeatable. Default: all.", {}),
     "document_tokens": ("integer", None, "First tokens to read of each document. Default: all.", {"lower_bound": 1}),
-    "max_tokens": ("integer", None, "Size of a random subset of the documents. Default: all.", {"lower_bound": 1}),
+    "max_tokens": ("integer", None, "Tokens of a random subset to read. Default: all documents.", {"lower_bound": 1}),
     "vocabulary_size": ("integer", None, "Default: as store or config say.", {"lower_bound": 1}),
     "dtype": ("enum", "float32", "The dtype in which matrices are kept.", {"enum_values": ["float32", "bfloat16"]}),
     "batch_size": ("integer", 8, "Number of texts that are read at once.", {"lower_bound": 1}),

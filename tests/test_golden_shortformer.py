@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meliad_like.families.shortformer import ShortformerConfig
+from meliad_like.families.shortformer import ShortformerConfig, sinusoids
 from meliad_like.layers.losses import token_losses
-from meliad_like.layers.positions import sinusoids
 from meliad_like.models.model import Model
 from meliad_like.training.checkpoints import named_arrays
 

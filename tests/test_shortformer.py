@@ -23,8 +23,7 @@ from ways import (
 )
 
 from meliad_like.errors import UserError
-from meliad_like.families.shortformer import ShortformerConfig
-from meliad_like.layers.positions import sinusoids
+from meliad_like.families.shortformer import ShortformerConfig, sinusoids
 from meliad_like.models.model import Model
 
 PIA = ShortformerConfig(

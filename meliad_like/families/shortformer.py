@@ -29,7 +29,6 @@ from meliad_like.layers.basic import (
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
-from meliad_like.layers.positions import sinusoids
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.decoder import Layer
@@ -45,6 +44,16 @@ uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"
 EPSILON = 1e-5
 # A segment is cut into at least this number of pieces, whose logits in a band are computed one after the other.
 PIECES = 8
+# Fairseq counts positions from this number, and its checkpoints were trained with it.
+FIRST_POSITION = 2
+
+
+def sinusoids(num_positions: int, model_width: int) -> Float[np.ndarray, "s d"]:
+    """Sines, then cosines, of each position; wavelengths from 2 pi to 20,000 pi (Vaswani et al. 2017, section 3.5)."""
+    half = model_width // 2
+    frequency = np.exp(np.arange(half) * (-np.log(10_000) / (half - 1)))
+    angle = (np.arange(num_positions) + FIRST_POSITION)[:, None] * frequency
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1).astype(np.float32)
 
 
 @MODELS.register("shortformer")

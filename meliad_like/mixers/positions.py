@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.layers import positions
 from meliad_like.layers.basic import parameter
+from meliad_like.layers.rotary import rotate, wavelengths
 from meliad_like.registry import Registry
 from meliad_like.validation import check_above_zero, check_choices
 
@@ -63,7 +63,7 @@ class RotaryPosition(Position):
         self.unit = unit
 
     def placed(self, x, place):
-        return positions.rotate(x, place, positions.wavelengths(x.shape[-1]) / np.float32(self.unit))
+        return rotate(x, place, wavelengths(x.shape[-1]) / np.float32(self.unit))
 
 
 def t5_bucket(distance: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:

@@ -20,7 +20,7 @@ from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.basic import Linear, project
 from meliad_like.layers.linear_recurrence import Rule
-from meliad_like.layers.positions import rotate, wavelengths
+from meliad_like.layers.rotary import rotate, wavelengths
 from meliad_like.layers.sharding import num_parts, own_blocks
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import MatrixConfig, MatrixRecurrence, Sizes

@@ -191,7 +191,8 @@ class SourceConfig:
         check_choices(self)
         shares = self.validation_share, self.test_share
         if min(shares) < 0 or sum(shares) >= 1:
-            raise UserError(f"validation_share={shares[0]} and test_share={shares[1]} must be at least 0 and below 1")
+            problem = "must not be negative, and leave some for train"
+            raise UserError(f"validation_share={shares[0]} and test_share={shares[1]} {problem}")
         if both := set(self.validation_documents) & set(self.test_documents):
             raise UserError(f"{min(both)} is both in validation_documents and in test_documents")
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.attention import attend, split_heads
 from meliad_like.layers.basic import dropout_multiplier
-from meliad_like.layers.positions import rotate
+from meliad_like.layers.rotary import rotate
 from meliad_like.mixers.dot_product_attention import AttentionCache, SpanAttention, SpanAttentionConfig
 from meliad_like.models.model import block_offset
 
