@@ -204,7 +204,7 @@ def test_a_dimension_that_does_not_divide_is_named():
         )
 
 
-@pytest.mark.parametrize("fields", [{"fsdp": 0}, {"tensor": -1}, {"data": 0}, {"sequence": 0}])
+@pytest.mark.parametrize("fields", [{"fsdp": 0}, {"tensor": -1}, {"sequence": 0}])
 def test_wrong_fields_are_named(fields):
     ((name, value),) = fields.items()
     with pytest.raises(UserError, match=f"MeshConfig.{name}={value}"):

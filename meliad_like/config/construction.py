@@ -7,6 +7,7 @@ field made by `kind_field` is bound to the name of a kind (`RunConfig.model = "d
 
 import contextlib
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Iterable
 from types import UnionType
@@ -176,11 +177,14 @@ def field_types(config_class: type) -> dict[str, Any]:
 
 
 def fit(value: Any, expected: Any, name: str) -> Any:
-    """`value` as the type `expected`: lists become tuples, integers floats. Raises a UserError if it does not fit."""
+    """`value` as the type `expected`: lists become tuples, integers floats. Raises a UserError if it does not fit, or
+    is not finite."""
     try:
         return _fit(value, expected)
     except TypeError:
         raise UserError(f"{name}={value!r} must be {_describe(expected)}") from None
+    except OverflowError:
+        raise UserError(f"{name}={value!r} must be finite") from None
 
 
 def _fit(value: Any, expected: Any) -> Any:
@@ -194,6 +198,8 @@ def _fit(value: Any, expected: Any) -> Any:
         if len(element_types) == len(value):
             return tuple(map(_fit, value, element_types))
     elif expected is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise OverflowError
         return float(value)
     # `type(...) is`: True is an int to isinstance, and num_layers=True is a mistake.
     elif expected is Any or (value in arguments if origin is Literal else type(value) is (origin or expected)):

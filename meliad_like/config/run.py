@@ -104,6 +104,8 @@ class StagesConfig:
             if lengths and len(lengths) != len(self.num_steps):
                 steps = f"StagesConfig.num_steps={self.num_steps}"
                 raise UserError(f"StagesConfig.{name}={lengths} and {steps} must have a number for each stage")
+        if any(steps < 1 for steps in self.num_steps):
+            raise UserError(f"StagesConfig.num_steps={self.num_steps} must all be at least 1")
 
 
 Config = TypeVar("Config")

@@ -251,6 +251,13 @@ class FolderSourceConfig(SourceConfig):
     encoding: str = "utf-8"  # type: ignore[misc]
     """The encoding of text, such as `cp1252`. Tokens are of UTF-8 all the same."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            "a".encode(self.encoding)
+        except LookupError:
+            raise UserError(f"encoding={self.encoding!r} is not known to Python, as 'utf-8' and 'cp1252' are") from None
+
     def existing_folder(self) -> AnyPath:
         """The folder's absolute path. Raises a UserError if there is no such folder; an object store has no folders."""
         path = absolute(self.folder)
