@@ -71,14 +71,20 @@ def say(text: str) -> None:
     print(f"== {text}", flush=True)
 
 
+def has_stores(run: RunConfig) -> bool:
+    """Whether the run names its token stores, and they are there."""
+    try:
+        return bool(run.data.store and run.data.open_stores())
+    except StoreError:
+        return False
+
+
 def make_small(run: RunConfig, folder: Path) -> RunConfig:
     """A small run in the folder, with a token store; prints in what it differs from the full run."""
-
-    try:
-        run.data.open_stores()
+    if has_stores(run):
         say(f"documents: the token store {run.data.store}")
         small = shrink(run, keep_vocabulary=True)
-    except StoreError:
+    else:
         file = getattr(run.vocabulary, "model_file", "")
         small = shrink(run, keep_vocabulary=bool(file) and any_path(file).exists())
         documents = folder / "documents"
@@ -168,14 +174,12 @@ def train_until_killed(gin_file: Path, workdir: Path) -> int:
 def tell_needs(run: RunConfig, gin_flags: str) -> None:
     """Prints what the full run needs, and the commands that come before it."""
     try:
-        size = vocabulary_size(run)
+        description = describe(run, vocabulary_size(run))
     except UserError as error:
         say(f"what the full run needs: meliad_like describe{gin_flags} --vocabulary_size=NUMBER ({error})")
     else:
-        Console().print(describe(run, size).table().to_rich())
+        Console().print(description.table().to_rich())
     print("before the full run:")
-    try:
-        run.data.open_stores()
-    except StoreError:
+    if not has_stores(run):
         print(f"  meliad_like prepare{gin_flags}")
     print(f"  meliad_like plan{gin_flags} --topology=v4:2x2x4")
