@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from decoders import with_mixer
 
-from meliad_like.kernels import window_tpu
+from meliad_like.kernels import check, window_tpu
 from meliad_like.kernels.registry import KERNELS, RECURRENCES, SCANS
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import kernel_check
@@ -31,13 +31,13 @@ CONFIG = DecoderConfig(num_layers=1, model_width=8, num_heads=2, head_size=4, wi
 def checked(capsys):
     """The kernel that the check of an interpreted kernel chooses, and the line that it prints."""
 
-    def check(config, dtype="float32"):
+    def chosen(config, dtype="float32"):
         jax.clear_caches()  # a changed kernel would not be traced again
         kernel_check._checked.cache_clear()
         kernel = kernel_that_works(config.shape, dtype, "attention", "interpreted")
         return kernel, capsys.readouterr().err
 
-    return check
+    return chosen
 
 
 @pytest.mark.parametrize(("name", "dtype", "dropout_rate"), [("tpu", "float32", 0.0), ("gpu", "bfloat16", 0.1)])
@@ -63,12 +63,14 @@ def without_the_window(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_kernel_for_states_is_checked_as_well(checked, without_the_window, monkeypatch):
+def test_a_kernel_for_states_is_checked_as_well(checked, without_the_window, monkeypatch, capsys):
     states = RecurrentStates(num_states=4)
     config = with_mixer(CONFIG, states, (0,))
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
-    assert kernel_check._problem(config.shape, "float32", "attention", "interpreted", planned=True) is None
+    kernel_check._checked.cache_clear()
+    assert kernel_check._checked(config.shape, "float32", "attention", "interpreted", "v5e") == "interpreted"
+    assert capsys.readouterr().err == "attention kernel: compiled for v5e\n"
     broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(without_unit_length, right))
     monkeypatch.setitem(KERNELS, "interpreted", broken)
     kernel, line = checked(config)
@@ -90,7 +92,7 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, without
 @pytest.mark.thorough
 def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypatch):
     """To 1e-5, gradients too: groups of keys, a cache, a document that begins inside, and a span that ends inside."""
-    monkeypatch.setitem(kernel_check.ERRORS, "float32", 1e-5)
+    monkeypatch.setitem(check.ERRORS, "float32", 1e-5)
     span = DotProductAttention(span=150, num_key_heads=1)
     config = dataclasses.replace(CONFIG, window_length=128, mixers=(span,), pattern=("dot_product_attention",))
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
@@ -176,10 +178,10 @@ def test_a_kernel_that_does_not_compile_is_refused(checked, monkeypatch):
 
 
 def test_all_processes_decide_the_same(checked, monkeypatch):
-    monkeypatch.setattr(kernel_check, "_problem", lambda *_: None)
+    monkeypatch.setattr(check, "_problem", lambda *_: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     gather = SimpleNamespace(process_allgather=lambda agrees: np.array([agrees, False]))
-    monkeypatch.setattr(kernel_check, "multihost_utils", gather)
+    monkeypatch.setattr(check, "multihost_utils", gather)
     assert checked(CONFIG) == ("none", "attention kernel: the default is used instead: another process refuses it\n")
 
 

@@ -1,13 +1,10 @@
-"""The check of the kernels when a program starts: on the program's device, against the default computation.
+"""The mixers' part in the check of kernels (`kernels/check.py`): the kernels that a decoder uses, and their trials.
 
 Kernels of attention and kernels of recurrences are checked, and used, independently of each other.
-
-Where devices are only planned (`meliad_like.plan`), the kernels must compile for them.
 """
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
+from meliad_like.kernels.check import Computation, Trial, checked
 from meliad_like.kernels.registry import KERNELS, RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
 from meliad_like.mixers.base import MIXERS, DecoderShape, KernelKind, LayerContext, Mixer
@@ -26,12 +23,6 @@ BLOCKS_READ = ((1000, 1001, 0), (0, 1, 2))
 """The number of blocks of the document before each block, in two lanes. In the first, a document continues, long enough
 to have filled an external memory, and another begins; in the second, a document begins and continues. Outputs depend on
 the update of the states by a block only if the document continues after it."""
-MOST_TIMES = 2
-"""The largest ratio of the kernel's rounding errors and the default's, both against float32. They round at the same
-places, so the ratio is near 1 in large arrays; a wrong index makes errors as large as the numbers."""
-ERRORS = {"float32": 1e-4, "bfloat16": 2.0**-7}
-"""The error that is always allowed, relative to the array: in float32 the error of sums in another order; otherwise the
-distance of two numbers of the type, because in an array of few numbers the ratio may be anything."""
 
 
 def kernel_that_works(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str | None = None) -> str:
@@ -60,61 +51,34 @@ def _has_window(shape: DecoderShape) -> bool:
 @functools.cache
 def _checked(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, planned_for: str | None) -> str:
     """Checks a kernel of the kind `attention` or `recurrence` once; `planned_for`: the kind of devices not here."""
-    problem = _problem(shape, dtype, kind, kernel, planned_for is not None)
-    if jax.process_count() > 1 and not np.all(multihost_utils.process_allgather(np.asarray(problem is None))):
-        problem = problem or "another process refuses it"
-    passed = f"compiled for {planned_for}" if planned_for else "checked on this device"
-    refused = f"the default is used instead: {problem}"
-    print(f"{kind} kernel: {passed if problem is None else refused}", file=sys.stderr, flush=True)
-    return kernel if problem is None else "none"
+    return checked(kernel, dtype, kind, _trials(shape, dtype, kind, kernel), planned_for)
 
 
-def _problem(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, planned: bool) -> str | None:
-    """The reason in one line why the kernel can't be used; None if it compiles and its results are the default's."""
+def _trials(shape: DecoderShape, rounded_to: str, kind: KernelKind, kernel: str) -> Iterator[Trial]:
+    """The trials of the modules that use the kernel, of the window's also with dropout, on numbers of a type."""
 
     def with_kernel(name: str) -> DecoderShape:
         return dataclasses.replace(shape, **{f"{kind}_kernel": name})
 
-    for name, build, with_dropout in _modules(with_kernel(kernel), kind):
-        which = f"{name}{' with dropout' * with_dropout}: "
-        trial = functools.partial(_trial, build, with_dropout=with_dropout, rounded_to=dtype)
-        try:
-            run, make_inputs = trial(with_kernel(kernel), dtype)
-            if planned:
-                run.lower(jax.eval_shape(make_inputs)).compile()
-                continue
-            results = _results(run, make_inputs)
-        except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
-            return f"{which}it does not compile or run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        default = _results(*trial(with_kernel("none"), dtype))
-        with jax.default_matmul_precision("highest"):
-            exact = _results(*trial(with_kernel("none"), "float32"))
-        for array, x in exact.items():
-            for order in (2, np.inf):
-                error, of_default = (np.linalg.norm(each[array] - x, order) for each in (results, default))
-                allowed = MOST_TIMES * of_default + ERRORS[dtype] * np.linalg.norm(x, order)
-                # `error > allowed` would accept NaN.
-                if not error <= allowed:
-                    return f"{which}the error of {array} is {error:.3g}, and should be at most {allowed:.3g}"
-    return None
+    def trial(name: str, build: Callable[..., Mixer], with_dropout: bool = False) -> Trial:
+        return Trial(
+            name, lambda kernel, dtype: _computation(build, with_kernel(kernel), dtype, rounded_to, with_dropout)
+        )
+
+    if kind == "attention" and _has_window(shape):
+        yield trial("the window", WindowAttention)
+        if shape.dropout_rate > 0:
+            yield trial("the window with dropout", WindowAttention, with_dropout=True)
+    for mixer in dict.fromkeys(mixer for mixers in shape.layers for mixer in mixers):
+        if mixer.has_kernel(with_kernel(kernel), kind):
+            yield trial(MIXERS.name_of(mixer), mixer.build)
 
 
-def _modules(shape: DecoderShape, kind: KernelKind) -> Iterator[tuple[str, Callable[..., Mixer], bool]]:
-    """The modules that are checked: names and constructors of those that use the kernels, with or without dropout."""
-    for with_dropout in (
-        (False, True)[: 1 + (shape.dropout_rate > 0)] if kind == "attention" and _has_window(shape) else ()
-    ):
-        yield "the window", WindowAttention, with_dropout
-    for mixer in {mixer: None for mixers in shape.layers for mixer in mixers}:
-        if mixer.has_kernel(shape, kind):
-            yield MIXERS.name_of(mixer), mixer.build, False
-
-
-def _trial(
-    build: Callable[..., Mixer], shape: DecoderShape, dtype: str, *, rounded_to: str, with_dropout: bool
-) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """A jitted function that computes a module's outputs, its states after them and the gradients of all inputs, and
-    another that makes these, numbers of the type `rounded_to`."""
+def _computation(
+    build: Callable[..., Mixer], shape: DecoderShape, dtype: str, rounded_to: str, with_dropout: bool
+) -> Computation:
+    """A function that computes a module's outputs, its states after them and the gradients of all inputs, and another
+    that makes these, numbers of the type `rounded_to`."""
     b, c, w = len(BLOCKS_READ), len(BLOCKS_READ[0]), shape.window_length
 
     def module():
@@ -143,8 +107,6 @@ def _trial(
         vectors = [x for x in carried if not is_position(x)]
         return inputs | {"carry": [rounded(normal(*x.shape) / np.sqrt(x.shape[-1]), x.dtype) for x in vectors]}
 
-    # The time of products doesn't matter here, and a GPU's compiler takes longest to try their algorithms.
-    @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0} if platform() == "gpu" else None)
     def run(inputs):
         def attend(inputs):
             vectors = iter(inputs["carry"])
@@ -160,10 +122,3 @@ def _trial(
         return results | {"gradients": gradients}
 
     return run, make_inputs
-
-
-def _results(run: Any, make_inputs: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The outputs and gradients of a trial by name, flat."""
-    leaves, _ = jax.tree.flatten_with_path(run(make_inputs()))
-    names = (jax.tree_util.keystr(path, simple=True, separator=" ") for path, _ in leaves)
-    return {name: np.asarray(x, np.float32).ravel() for name, (_, x) in zip(names, leaves, strict=True)}

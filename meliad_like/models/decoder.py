@@ -112,7 +112,7 @@ class DecoderConfig(StackConfig):
     attention_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute a segment's attention to the window, on TPUs also to a span, and of and to states,
     without its scores in memory (`kernels/registry.py`): none, those compiled for TPUs or NVIDIA GPUs, or the first
-    interpreted, for tests. `auto`: the platform's where they pass a check (`mixers/kernel_check.py`), else none."""
+    interpreted, for tests. `auto`: the platform's where they pass a check (`kernels/check.py`), else none."""
     recurrence_kernel: Literal["auto", "none", "tpu", "gpu", "interpreted"] = resumable("auto")
     """The kernels that compute linear recurrences (`layers/linear_recurrence.py`): none, those compiled for TPUs or
     NVIDIA GPUs, or the latter interpreted. `auto`: the platform's if they pass a check, otherwise none."""
