@@ -1,6 +1,7 @@
 """Decoders with recurrent states for the tests, and queries of their configs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,11 @@ def with_mixer(config: DecoderConfig, mixer: MixerConfig, layers: tuple[int, ...
     return dataclasses.replace(config, pattern=(*repeated, *pairs), mixers=mixers)
 
 
+def mixer_of(config: DecoderConfig, kind: type[Any]) -> Any:
+    """The config of the mixer of this class; None if the decoder has none."""
+    return next((mixer for mixer in config.mixers if isinstance(mixer, kind)), None)
+
+
 def recurrent(
     config: DecoderConfig, /, layers: tuple[int, ...] | None = None, feedback: bool = False, **changes
 ) -> DecoderConfig:
@@ -41,7 +47,7 @@ def recurrent(
     none; `layers` have states, and `feedback` is whether other layers read them."""
     of_decoder = {field.name for field in dataclasses.fields(config)}
     states = {name: changes.pop(name) for name in list(changes) if name not in of_decoder}
-    old = config.mixer(RecurrentStates) or RecurrentStates()
+    old = mixer_of(config, RecurrentStates) or RecurrentStates()
     layers = layers or tuple(config.layers_with(RecurrentStates)) or (0,)
     others = tuple(other for other in config.mixers if other != old)
     without = tuple(entry for entry in config.pattern if "recurrent_states" not in names_in(entry))

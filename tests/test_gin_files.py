@@ -7,7 +7,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from decoders import recurrent_layers
+from decoders import mixer_of, recurrent_layers
 from shipped import needs, vocabulary_size
 
 from meliad_like import config
@@ -145,7 +145,7 @@ def test_every_binding_of_base_is_read():
 def test_a_row_alone_is_the_model_of_table_1(row):
     run = config.parse([f"block_recurrent/{row}.gin"])
     model = run.model
-    recurrent = (states.gate, states.cell) if (states := model.mixer(RecurrentStates)) else ()
+    recurrent = (states.gate, states.cell) if (states := mixer_of(model, RecurrentStates)) else ()
     actual = (
         run.data.segment_length,
         model.window_length,
@@ -172,9 +172,9 @@ def test_a_row_lies_on_any_mesh(row):
 
 def test_feedback_and_memory_of_table_1():
     models = {row: config.parse([f"block_recurrent/{row}.gin"]).model for row in TABLE_1}
-    feedback = {row for row, model in models.items() if model.mixer(StateReader) == StateReader()}
+    feedback = {row for row, model in models.items() if mixer_of(model, StateReader) == StateReader()}
     assert feedback == {row for row in models if "feedback" in row}
-    memories = {row: memory for row, model in models.items() if (memory := model.mixer(ExternalMemory))}
+    memories = {row: memory for row, model in models.items() if (memory := mixer_of(model, ExternalMemory))}
     assert memories.keys() == {"memorizing_64k", "memorizing_64k_bucketed"}
     memory = memories["memorizing_64k"]
     assert (models["memorizing_64k"].layers_with(ExternalMemory), memory.num_slots, memory.num_neighbors) == (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import ways
+from decoders import mixer_of
 from make_golden_hybrids import CONFIGS, PATH, outputs, parameter, tokens
 
 import meliad_like
@@ -71,7 +72,7 @@ def test_an_older_scaling_is_that_of_full_attention():
     saved = json.loads(str(golden("olmo3")["config"])) | {"rope_parameters": None, "rope_theta": 30.0}
     scaling = {"rope_type": "linear", "factor": 3.0}
     decoder = described(saved | {"rope_scaling": scaling}, "config.json").config
-    full, window = (decoder.mixer(kind) for kind in (DotProductAttention, LocalAttention))
+    full, window = (mixer_of(decoder, kind) for kind in (DotProductAttention, LocalAttention))
     assert (full.rotary_base, full.rotary_scaling) == (30.0, LinearScaling(3.0)) and full.span == 8192
     assert (window.rotary_base, window.rotary_scaling) == (30.0, RotaryScaling()) and window.span == 6
 

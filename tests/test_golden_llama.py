@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import ways
+from decoders import mixer_of
 from make_golden_llama import CONFIGS, FROM, LENGTH, PATH, WHOLE, outputs, tensors, tokens
 from pretrained_models import read, read_published
 from pretrained_models import tensors as tensors_of
@@ -139,7 +140,7 @@ def test_a_scaling_by_a_texts_length_is_for_windows_alone(folder):
 def test_spans_of_mistral(changes, span):
     saved = {name: value for name, value in CONFIGS["mistral"].items() if name != "sliding_window"}
     decoder = described(saved | changes, "config.json", decoder=True).config
-    assert decoder.mixer(DotProductAttention).span == span
+    assert mixer_of(decoder, DotProductAttention).span == span
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -16,6 +16,7 @@ from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+from meliad_like.studies.states import gate_values
 
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCE = json.loads((GOLDEN / "i_init_statistics.json").read_text())
@@ -79,7 +80,8 @@ def test_gates_begin_with_the_time_constants(gate, cell):
     times = np.geomspace(2, 1000, SIZES["model_width"])
     hidden = {"attention_gate": 2 * SIZES["num_heads"] * SIZES["head_size"], "feedforward_gate": 1024}
     read = {name: jnp.zeros((1, 1, width)) for name, width in hidden.items() if hasattr(states, name)}
-    for kept, taken in states.gate_values(read).values():
+    for name, inputs in read.items():
+        kept, taken = gate_values(getattr(states, name), inputs)
         np.testing.assert_allclose(kept[0, 0], np.exp(-1 / times), rtol=1e-5)
         np.testing.assert_allclose(taken, 1 - kept, atol=1e-6)
 

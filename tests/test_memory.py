@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import with_mixer
+from decoders import mixer_of, with_mixer
 from ways import V, W, begin, read, starts, tokens_of
 
 from meliad_like.errors import UserError
@@ -45,7 +45,7 @@ CONFIG = with_mixer(
 
 
 def memorizing(**changes):
-    return with_mixer(CONFIG, dataclasses.replace(CONFIG.mixer(ExternalMemory), **changes), (0,))
+    return with_mixer(CONFIG, dataclasses.replace(mixer_of(CONFIG, ExternalMemory), **changes), (0,))
 
 
 def normal(*shape, seed=0):

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from decoders import mixer_of
 
 from meliad_like import config
 from meliad_like.errors import UserError
@@ -224,7 +225,7 @@ def test_windows_and_a_longer_span_are_bound_alone_or_together():
             "LocalAttention.rotary_scaling = 'yarn'",
         ],
     )
-    full, window = (run.model.mixer(kind) for kind in (DotProductAttention, LocalAttention))
+    full, window = (mixer_of(run.model, kind) for kind in (DotProductAttention, LocalAttention))
     assert (full.span, full.norm, full.rotary_base, full.rotary_scaling) == (5000, "all", 1e6, RotaryScaling())
     assert (window.span, window.norm, window.rotary_base, window.rotary_scaling) == (1024, "all", 1e4, YarnScaling())
     assert config.rebuild(config.RunConfig, config.bound_values(run)) == run

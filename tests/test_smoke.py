@@ -5,6 +5,7 @@ import re
 
 import forked
 import pytest
+from decoders import mixer_of
 from shipped import NAMES, needs
 from tiny_run import environment
 
@@ -73,7 +74,7 @@ def test_shrinking_keeps_ratios_and_shares():
     assert (small.model.window_length, small.data.segment_length) == (16, 32)
     # Layers 10 and 20 of 24 are the second and the third of 3.
     assert small.model.layers_with(RecurrentStates) == [1, 2]
-    assert small.model.mixer(RecurrentStates) == RecurrentStates(num_states=16)
+    assert mixer_of(small.model, RecurrentStates) == RecurrentStates(num_states=16)
     assert small.vocabulary == dataclasses.replace(run.vocabulary, size=512)
     assert shrink(run, keep_vocabulary=True).vocabulary == run.vocabulary
     staged = config.parse(["shortformer/shortformer.gin"])

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from decoders import recurrent_layers
+from decoders import mixer_of, recurrent_layers
 
 from meliad_like import config
 from meliad_like.errors import UserError
@@ -25,7 +25,7 @@ from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 
 def states(model):
-    return model.mixer(RecurrentStates)
+    return mixer_of(model, RecurrentStates)
 
 
 ROWS = {row.gin_file: row for table in TABLES.values() for row in table.rows}
@@ -155,7 +155,7 @@ def test_tiny_is_every_row_made_smaller_by_one_factor():
     assert shape("xl_2048", "tiny") == (128, 128, 0, 6, 64, 2, 32)
     assert shape("fixed_skip", "small") == (1024, 128, 128, 12, 256, 4, 64)
     memory = configure(TABLES["table1"].row("memorizing_64k"), SCALES["tiny"]).model
-    assert memory.mixer(ExternalMemory) == ExternalMemory(num_slots=4096, num_neighbors=8)
+    assert mixer_of(memory, ExternalMemory) == ExternalMemory(num_slots=4096, num_neighbors=8)
     assert memory.layers_with(ExternalMemory) == [4]
     tall = configure(TABLES["table4"].row("recurrent_650m"), SCALES["tiny"]).model
     assert (tall.total_layers, tall.layers_with(RecurrentStates)) == (12, [4, 9])

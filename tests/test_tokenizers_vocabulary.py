@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from meliad_like.conversion.pretrained import export_tokenizer
+from meliad_like.conversion.published.folder import token_before_texts
 from meliad_like.errors import UserError
 from meliad_like.run.text import encode_text
 from meliad_like.vocabularies.base import load_vocabulary
@@ -16,7 +17,6 @@ from meliad_like.vocabularies.tokenizers import (
     TokenizersVocabularyConfig,
     _byte_characters,
     read_tokenizer,
-    token_before_texts,
 )
 
 # Characters that vocabularies often change: whitespace, composed and rare characters, digits.

@@ -6,7 +6,7 @@ read while jax traces is frozen into the compiled program, and a worker process 
 
 from meliad_like.config.construction import field_types, fit
 from meliad_like.config.files import about, read_table, shipped_files, shipped_rows
-from meliad_like.config.run import Changes, RunConfig, bound_by, parse, read_changes, with_changes
+from meliad_like.config.run import Changes, RunConfig, parse, read_changes, with_changes
 from meliad_like.config.saved import check_workdir, differences, from_json, rebuild, save, to_gin, to_json
 from meliad_like.registry import bound_values
 
@@ -14,7 +14,6 @@ __all__ = [
     "Changes",
     "RunConfig",
     "about",
-    "bound_by",
     "bound_values",
     "check_workdir",
     "differences",

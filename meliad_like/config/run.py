@@ -168,11 +168,6 @@ class Changes(NamedTuple):
         changed = construction.build(self.bindings, *configs)
         return changed[0] if len(changed) == 1 else changed
 
-    def value(self, key: str, default: Config) -> Config:
-        """The value that is bound to `Class.field`; the default where none of its type is."""
-        binding = self.bindings.get(key)
-        return binding.value if binding is not None and type(binding.value) is type(default) else default
-
 
 def read_changes(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (), values: Values = None) -> Changes:
     """Reads changes of a saved config, as `parse` does; base.gin changes nothing."""
@@ -192,12 +187,6 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     fields = {name: more.pop("", getattr(config, name)) for name, more in inside.items()}
     fields = {name: with_changes(value, inside[name]) if inside[name] else value for name, value in fields.items()}
     return dataclasses.replace(config, **fields)  # type: ignore[type-var]  # configs are dataclasses
-
-
-def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
-    """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
-    fields = [text for text in gin_params if "." in text.partition("=")[0]]
-    return {key: binding.value for key, binding in collect((), fields).items() if binding.rank == Rank.PARAMETER}
 
 
 class Stage(NamedTuple):

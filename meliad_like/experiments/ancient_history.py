@@ -16,11 +16,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from meliad_like.config import bound_by, read_changes, with_changes
+from meliad_like.config import read_changes, with_changes
 from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
+from meliad_like.experiments.tables.table import bound_by
 from meliad_like.history import commands
 from meliad_like.history.evaluation import BASELINE, tables
 from meliad_like.history.opening import HistoryRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meliad_like.config import RunConfig, bound_by, with_changes
+from meliad_like.config import RunConfig, with_changes
 from meliad_like.data.preparation import prepare
 from meliad_like.data.token_store import STORE_NAME
 from meliad_like.errors import UserError
@@ -18,6 +18,7 @@ from meliad_like.experiments.pretrained import fields_of
 from meliad_like.experiments.report import Results, gather, read_timing, timing_file
 from meliad_like.experiments.step_time import time_runs
 from meliad_like.experiments.tables import Row, Scale, Settings, Table, configure
+from meliad_like.experiments.tables.table import bound_by
 from meliad_like.remote import write_whole
 from meliad_like.resumable import write_json
 

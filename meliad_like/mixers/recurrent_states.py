@@ -139,15 +139,6 @@ class StateCell(nnx.Module):
         if config.cell in ("single", "dual"):
             self.feedforward_gate = gate_class(f, d, "feedforward", config.time_constants, rngs=rngs)
 
-    def gate_values(self, read: dict[str, Float[Array, "b r _"]]) -> dict[str, Float[Array, "2 b r d"]]:
-        """The share of each channel that a gate keeps, and the share of the update that it takes in, for each gate.
-        `read` is the input of each gate, as `update` returns it."""
-        d = self.initial.shape[1]
-        return {
-            name: jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], d)) for x in getattr(self, name).gates(hidden)])
-            for name, hidden in read.items()
-        }
-
     def initial_states(self, b: int, dtype) -> Float[Array, "b r d"]:
         """The learned states at the start of a document."""
         return jnp.broadcast_to(self.initial[...], (b, *self.initial.shape)).astype(dtype)
@@ -185,8 +176,8 @@ class StateCell(nnx.Module):
     def update(
         self, states: Float[Array, "b r d"], mixed: Float[Array, "b r j"]
     ) -> tuple[Float[Array, "b r d"], dict[str, Float[Array, "b r _"]]]:
-        """The next states, through the gates. Returns them, and the input of each gate, for `gate_values`. `mixed` is
-        the result of the states' attention (`attend`)."""
+        """The next states, through the gates. Returns them, and the input of each gate by its name. `mixed` is the
+        result of the states' attention (`attend`)."""
         inputs = {}
         if self.cell in ("skip", "dual"):
             inputs["attention_gate"] = mixed

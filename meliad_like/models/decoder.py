@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ HOW_IT_READS = ("window_length", "activation_dtype", "dropout_rate", "chunk_leng
 """Fields that a published model does not determine."""
 Norms = Literal["before", "after", "around"]
 """The place of the norms of a layer's mixers and of its feed-forward network."""
-AnyMixer = TypeVar("AnyMixer", bound=MixerConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +189,6 @@ class DecoderConfig(StackConfig):
     def layers_with(self, kind: type[MixerConfig]) -> list[int]:
         """The layers that have a mixer of this class, counted from 0."""
         return [i for i, mixers in enumerate(self.shape.layers) if any(isinstance(mixer, kind) for mixer in mixers)]
-
-    def mixer(self, kind: type[AnyMixer]) -> AnyMixer | None:
-        """The config of the mixer of this class; None if the decoder has none."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, kind)), None)
 
     @functools.cached_property
     def publishers(self) -> dict[str, int]:

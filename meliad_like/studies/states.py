@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from meliad_like.layers.attention import KeysAndValues
 from meliad_like.layers.lanes import choose_lanes
 from meliad_like.mixers.base import MIXERS
-from meliad_like.mixers.recurrent_states import StateRecurrence, StatesCarry
+from meliad_like.mixers.recurrent_states import Gate, StateRecurrence, StatesCarry
 from meliad_like.models.config import ModelConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -66,4 +66,10 @@ def _gates(mixer: StateRecurrence, before: StatesCarry, after: StatesCarry) -> d
     begun = mixer.begin_decoding(before)
     block = KeysAndValues(after.window.key, after.window.value)
     _, read = mixer.cell.update(begun.states, mixer.cell.attend(begun.heads, begun.previous, block))
-    return mixer.cell.gate_values(read)
+    return {name: gate_values(getattr(mixer.cell, name), hidden) for name, hidden in read.items()}
+
+
+def gate_values(gate: Gate, hidden: Float[Array, "b r f"]) -> Float[Array, "2 b r d"]:
+    """The share of each channel that a gate keeps, and the share of the update that it takes in."""
+    keep, take = gate.gates(hidden)
+    return jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], keep.shape[-1])) for x in (keep, take)])

@@ -269,17 +269,6 @@ def read_tokenizer(path: epath.PathLike) -> tuple[str, str]:
     return tokenizer, end if _parse(tokenizer, str(path)).token_to_id(DEFAULT_END) is None else DEFAULT_END
 
 
-def token_before_texts(folder: epath.PathLike) -> str:
-    """The token that the tokenizer.json in a folder puts before every text; "": none, or more than one."""
-    path = any_path(folder) / TOKENIZER_NAME
-    last_step = (read_object(path) if path.exists() else {}).get("post_processor") or {}
-    for step in last_step.get("processors", [last_step]):
-        match step.get("single"):
-            case [{"SpecialToken": {"id": token}}, {"Sequence": _}, *_]:
-                return token
-    return ""
-
-
 def _parse(tokenizer_json: str, owner: str = "the tokenizer") -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)

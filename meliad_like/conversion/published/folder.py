@@ -40,7 +40,7 @@ from meliad_like.resumable import read_object, write_json
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.vocabularies.base import SETTINGS_NAME, VocabularyConfig, saved_vocabulary_config
 from meliad_like.vocabularies.token_ids import TokenIdsVocabularyConfig
-from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig, token_before_texts
+from meliad_like.vocabularies.tokenizers import TOKENIZER_NAME, TokenizersVocabularyConfig
 
 SEGMENT = 2048
 """The default number of tokens of a segment of a decoder."""
@@ -109,13 +109,19 @@ def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig
     The folder determines the decoder, and its recurrence, if it has one; the changes may set how it reads, documents
     and vocabulary. Without a tokenizer in the folder, the vocabulary has token ids alone.
     """
+
+    def bound(key: str, default: Any) -> Any:
+        """The value that the changes bind; the default where none of its type is."""
+        value = changes.bindings[key].value if key in changes.bindings else default
+        return value if type(value) is type(default) else default
+
     folder = Path(folder)
-    model = described_by(folder, decoder=changes.value("RunConfig.model", "") == "decoder")
+    model = described_by(folder, decoder=bound("RunConfig.model", "") == "decoder")
     config = model.config
     # Any block length that is asked for has whole segments.
-    window = changes.value(f"{type(config).__name__}.window_length", config.window_length)
+    window = bound(f"{type(config).__name__}.window_length", config.window_length)
     blocks = max(SEGMENT // window, 1) if isinstance(config, DecoderConfig) else 1
-    segment = changes.value("ReaderConfig.segment_length", window * blocks)
+    segment = bound("ReaderConfig.segment_length", window * blocks)
     recurrent = isinstance(config, PretrainedConfig) and config.summary is not None
     start = dataclasses.replace(
         parse(),
@@ -183,3 +189,14 @@ def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> Vocabulary
         sizes = {"model_file": str(folder), "size_multiple": size}
         return TokenizersVocabularyConfig(**sizes, begin_token=begin, stop_tokens=stops)
     return TokenIdsVocabularyConfig(num_tokens=size, end_token=first, stop_tokens=tuple(others))
+
+
+def token_before_texts(folder: Path) -> str:
+    """The token that the tokenizer.json in a folder puts before every text; "": none, or more than one."""
+    path = folder / TOKENIZER_NAME
+    last_step = (read_object(path) if path.exists() else {}).get("post_processor") or {}
+    for step in last_step.get("processors", [last_step]):
+        match step.get("single"):
+            case [{"SpecialToken": {"id": token}}, {"Sequence": _}, *_]:
+                return token
+    return ""

@@ -51,7 +51,13 @@ def read_csv(name: str) -> pd.DataFrame:
 def read_bindings(name: str) -> dict[str, Any]:
     """The values by `Class.field` in a gin file of this package."""
     lines = (resources.files(__package__) / f"{name}.gin").read_text().splitlines()
-    return config.bound_by([line for line in lines if line and not line.startswith("#")])
+    return bound_by([line for line in lines if line and not line.startswith("#")])
+
+
+def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
+    """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
+    fields = [text for text in gin_params if "." in text.partition("=")[0]]
+    return {key: binding.value for key, binding in config.read_changes((), fields).bindings.items()}
 
 
 def read_rows(table: str) -> tuple[Row, ...]:
@@ -194,7 +200,7 @@ def configure(
     `gin_files` are the task and options for all rows, with the lengths of the paper's size, as the row itself.
     Values in `fixed`, by `Class.field`, win over files, `gin_params` over everything; neither is scaled.
     """
-    files, fixed, bound = [row.gin_file, *gin_files], dict(fixed or {}), config.bound_by(gin_params)
+    files, fixed, bound = [row.gin_file, *gin_files], dict(fixed or {}), bound_by(gin_params)
     if row.vocabulary_size:
         # A vocabulary that belongs to the row wins over the task's.
         values = config.bound_values(config.parse([row.gin_file]))
