@@ -14,7 +14,7 @@ from meliad_like import config
 from meliad_like.experiments.step_time import TimedStep, relative_time, time_in_turn
 from meliad_like.mesh import make_mesh
 from meliad_like.mixers.base import MIXERS
-from meliad_like.tables import Table
+from meliad_like.studies.frames import table_of
 
 WINDOW = "sliding_window"
 KINDS = [WINDOW, "rg_lru", "mamba2", "retention", "lightning_attention", "gated_delta_rule", "kimi_delta_attention"]
@@ -58,7 +58,7 @@ def main(_) -> None:
     }
     frame = pd.DataFrame(figures).T.rename_axis("mixer").reset_index()
     formats = {"parameters": ",.0f", "over_window": ".2f", "median_over_window": ".2f", "MFLOP_a_token": ".1f"}
-    Console(width=140).print(Table.of(frame, "", dict.fromkeys(frame.columns[1:], ".1f") | formats).to_rich())
+    Console(width=140).print(table_of(frame, "", dict.fromkeys(frame.columns[1:], ".1f") | formats).to_rich())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from meliad_like import config
 from meliad_like.command_line import keep_freed_memory
 from meliad_like.experiments.step_time import TimedStep, relative_time, time_in_turn
 from meliad_like.mesh import make_mesh
-from meliad_like.tables import Table
+from meliad_like.studies.frames import table_of
 
 SCALES = {
     "tiny": (["size/tiny.gin"], 256),
@@ -81,7 +81,7 @@ def main(_) -> None:
     }
     frame = pd.DataFrame(figures).T.rename_axis("row").reset_index()
     title = f"{timing['device']}, {tokens:,} tokens a step, peak {timing['peak'] / 1e9:,.0f} GFLOP/s"
-    Console(width=140).print(Table.of(frame, title, FORMATS).to_rich())
+    Console(width=140).print(table_of(frame, title, FORMATS).to_rich())
     if OUTPUT.value:
         with open(OUTPUT.value, "w") as file:
             json.dump({**timing, "tokens_per_step": tokens, "rows": figures}, file, indent=2)

@@ -6,13 +6,14 @@ import math
 import pandas as pd
 from rich.console import Console
 
-from meliad_like.tables import Table, number, signed, with_error
+from meliad_like.studies.frames import number, signed, table_of, with_error
+from meliad_like.tables import Table
 
 FRAME = pd.DataFrame({"model": ["Slide", "[b]XL & co"], "bits": [1.25, math.nan], "steps": [12_000, 3]})
 
 
 def test_markdown_of_a_frame():
-    table = Table.of(FRAME, "Two models", {"bits": ".3f", "steps": ","})
+    table = table_of(FRAME, "Two models", {"bits": ".3f", "steps": ","})
     assert table.to_markdown() == (
         "Two models\n\n| model | bits | steps |\n| --- | ---: | ---: |\n"
         "| Slide | 1.250 | 12,000 |\n| [b]XL & co | - | 3 |\n"
@@ -22,7 +23,7 @@ def test_markdown_of_a_frame():
 
 def test_a_console_shows_text_as_it_is():
     console = Console(width=60, file=io.StringIO())
-    console.print(Table.of(FRAME, "[i]title").to_rich())
+    console.print(table_of(FRAME, "[i]title").to_rich())
     shown = console.file.getvalue()
     assert "[i]title" in shown and "[b]XL & co" in shown and "1.25" in shown
 

@@ -29,8 +29,8 @@ from meliad_like.history.settings import HistorySettings
 from meliad_like.remote import write_whole
 from meliad_like.resumable import read_json
 from meliad_like.run.opening import open_checkpoint, open_store, saved_config
+from meliad_like.studies.frames import table_of
 from meliad_like.studies.pictures import COLOURS, save
-from meliad_like.tables import Table as TextTable
 
 SELECTOR_FIGURES = {
     "correlation": "correlation",
@@ -101,7 +101,7 @@ class HistoryExperiment(Settings):
             f"# {TABLE.title}",
             _notes(evaluation, self.scale_name),
             *(table.to_markdown() for table in tables(evaluation, labels)),
-            TextTable.of(in_paper, title, dict.fromkeys(papers, ".2f")).to_markdown(),
+            table_of(in_paper, title, dict.fromkeys(papers, ".2f")).to_markdown(),
             EXPLANATION,
             *_selectors(folder, rows),
         ]
@@ -152,7 +152,7 @@ def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
     formats = dict.fromkeys(("pairs", "documents", "steps", "best step"), ",") | {"correlation": ".2f"}
     formats |= dict.fromkeys(list(SELECTOR_FIGURES.values())[1:], "+.2f")
     title = "## Training of the selectors, at the best step, on documents held out"
-    return [TextTable.of(pd.DataFrame(lines), title, formats).to_markdown().rstrip()] if lines else []
+    return [table_of(pd.DataFrame(lines), title, formats).to_markdown().rstrip()] if lines else []
 
 
 def _draw(frame: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:

@@ -12,8 +12,8 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.step_time import relative_time
 from meliad_like.experiments.tables import Grid, Row, Table, read_csv
 from meliad_like.resumable import read_json
+from meliad_like.studies.frames import number, table_of, with_error
 from meliad_like.tables import Table as TextTable
-from meliad_like.tables import number, with_error
 
 RESULT_NAME = "result.json"
 COLUMNS = read_csv("columns").set_index("measure")
@@ -193,7 +193,7 @@ def _text(frame: pd.DataFrame, measures: Sequence[str], papers: Sequence[str]) -
         columns[COLUMNS["header"][measure]] = [with_error(*pair, form) for pair in pairs]
     columns["runs"] = frame["runs"]
     columns |= {f"paper: {name}": frame[f"paper: {name}"] for name in papers}
-    return TextTable.of(pd.DataFrame(columns), formats={f"paper: {name}": ",.10g" for name in papers})
+    return table_of(pd.DataFrame(columns), formats={f"paper: {name}": ",.10g" for name in papers})
 
 
 def _baselines(results: Results) -> str:
@@ -222,7 +222,7 @@ def _grid(grid: Grid, results: Results) -> str:
         return f"{mean} ({papers[name]:,.10g})" if name in papers else ""
 
     cells = names.map(cell).rename_axis("").reset_index()
-    return TextTable.of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()
+    return table_of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()
 
 
 def _span(values: pd.Series) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from meliad_like.studies.frames import table_of
 from meliad_like.studies.pictures import draw_map, save
 from meliad_like.tables import Table
 
@@ -42,7 +43,7 @@ def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def depth_table(task: str, scores: pd.DataFrame) -> Table:
     """The scores of a task as a table."""
-    return Table.of(scores.reset_index(), task, dict.fromkeys(scores.columns, ".2f"))
+    return table_of(scores.reset_index(), task, dict.fromkeys(scores.columns, ".2f"))
 
 
 def draw_needles(scores: Mapping[str, pd.DataFrame], path: Path) -> None:

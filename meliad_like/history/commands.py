@@ -31,6 +31,7 @@ from meliad_like.registry import fingerprint as fingerprint_of_values
 from meliad_like.remote import write_whole
 from meliad_like.resumable import check_same, write_json
 from meliad_like.run.opening import open_checkpoint, open_store
+from meliad_like.studies.frames import table_of
 from meliad_like.tables import Table
 
 CONTROLS = ("random", "overlap_oracle")
@@ -71,7 +72,7 @@ def summary(store: StrideStore) -> Table:
     figures = pd.DataFrame({name: column.describe() for name, column in columns.items()})
     figures.loc["share above 0"] = [(column > 0).mean() for column in columns.values()]
     title = f"gains in nats against the {store.info.config.baseline} baseline: of all spans, and of each stride's best"
-    return Table.of(figures.rename_axis("").reset_index(), title, dict.fromkeys(columns, ",.4g"))
+    return table_of(figures.rename_axis("").reset_index(), title, dict.fromkeys(columns, ",.4g"))
 
 
 def select(request: HistoryRequest, folder: Path, names: Sequence[str], selectors: Sequence[str] = ()) -> None:

@@ -23,7 +23,8 @@ from meliad_like.history.selection import SpanScorer, choose
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Ends, Layout, Scores, Stride, Window, strides
 from meliad_like.studies.bootstrap import intervals
-from meliad_like.tables import Table, number
+from meliad_like.studies.frames import number
+from meliad_like.tables import Table
 
 BASELINE = "baseline"
 """Name of the window without spans."""

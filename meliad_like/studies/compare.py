@@ -14,10 +14,10 @@ from jaxtyping import Float
 
 from meliad_like.config import differences
 from meliad_like.errors import UserError
+from meliad_like.studies.frames import signed
 from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import ModelLosses, Selection, StudyRequest, choose, open_compared, read
 from meliad_like.studies.units import CATEGORIES, PLACES, Units, categories, make_units
-from meliad_like.tables import signed
 from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 MAX_INTERVALS = 400  # of a chart along a document

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 
+from meliad_like.studies.frames import table_of
 from meliad_like.studies.memory_source import TASKS, Cell
 from meliad_like.tables import Table
 
@@ -78,12 +79,12 @@ def by_distance(maps: Mapping[str, pd.DataFrame]) -> Table:
     shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index().T
     shares.columns = _blocks(shares.columns)
     formats = dict.fromkeys(shares.columns, ".2f")
-    return Table.of(shares.reset_index(names="model"), "Right answers by distance", formats)
+    return table_of(shares.reset_index(names="model"), "Right answers by distance", formats)
 
 
 def summary_table(totals: pd.DataFrame) -> Table:
     """Summaries of several models as a table."""
-    return Table.of(totals, formats=SUMMARY_FORMATS)
+    return table_of(totals, formats=SUMMARY_FORMATS)
 
 
 def tables(maps: Mapping[str, pd.DataFrame]) -> list[Table]:
@@ -101,7 +102,7 @@ def accuracy_table(title: str, cells: pd.DataFrame) -> Table:
     grid = cells.assign(text=texts).pivot(index="items", columns="distance", values="text")
     # A choice of documents can leave cells without any.
     rows = grid.set_axis(_blocks(grid.columns), axis=1).fillna("- ()").reset_index().astype(str)
-    return Table.of(rows, title)
+    return table_of(rows, title)
 
 
 def _blocks(distances: Iterable[int]) -> list[str]:

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.evaluation.report import with_progress
+from meliad_like.studies.frames import signed
 from meliad_like.studies.interventions import KINDS, WINDOW, losses_after, part_names
 from meliad_like.studies.loss_sums import LossSums
 from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import StudiedModel, StudyRequest, choose, open_studied, read
-from meliad_like.tables import signed
 
 MAX_BINS = 64
 CONTRAST = "shuffled \N{MINUS SIGN} cleared"

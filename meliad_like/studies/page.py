@@ -16,9 +16,9 @@ from matplotlib.ticker import EngFormatter, LogLocator
 
 from meliad_like.remote import write_whole
 from meliad_like.resumable import write_json
+from meliad_like.studies.frames import table_of
 from meliad_like.studies.pictures import COLOURS, save
 from meliad_like.studies.readings import Selection
-from meliad_like.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_DOTS = 40
@@ -85,11 +85,11 @@ def write_study(study: Study, folder: Path) -> None:
             continue
         write_whole(folder / f"{part.name}.csv", part.frame.to_csv(index=False))
         if part.shown:
-            table = Table.of(part.frame, part.title, part.formats)
+            table = table_of(part.frame, part.title, part.formats)
             shown.append(table._asdict() | {"note": part.note, "file": f"{part.name}.csv"})
     facts = pd.DataFrame({str(i): map(_fact, each.values()) for i, each in enumerate(study.details)}, dtype=str)
     facts.insert(0, "", list(study.details[0]))
-    read = Table.of(facts, "What was read")
+    read = table_of(facts, "What was read")
     note = f"Documents: {selection.description}."
     shown.append({"title": read.title, "header": [], "rows": read.rows, "note": note, "file": "summary.json"})
     environment = jinja2.Environment(
