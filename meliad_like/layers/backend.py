@@ -27,9 +27,10 @@ def transposes_before_products() -> bool:
 
 
 def sums_by_products() -> bool:
-    """CPU: the gradients of filters and of biases of scores, which all lanes share, are sums as products with ones.
+    """CPU: the gradients of factors and biases that many numbers share, as filters, are sums as products with ones.
 
-    XLA's own sum over the first axes of a large array takes up to forty times as long (jaxlib 0.10.2).
+    XLA's own sum over the first axes of a large array takes up to forty times as long, and over the last one up to ten
+    (jaxlib 0.10.2).
     """
     return platform() == "cpu"
 
