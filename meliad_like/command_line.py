@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from meliad_like.caches import keep_compiled_programs
-from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, out_of_memory
-from meliad_like.remote import Output, check_output, one_line
+from meliad_like.errors import StoreError, UserError, bucket_errors, is_full_disk, one_line, out_of_memory
+from meliad_like.remote import Output, check_output
 
 if TYPE_CHECKING:
     from meliad_like.config import RunConfig

@@ -51,10 +51,17 @@ def reading(path: object, what: str, *damaged: type[Exception]) -> Iterator[None
     """Turns errors while a file is read into UserErrors; errors of the types `damaged` say that it is not a `what`."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UserError:
+        raise
+    except refusals() as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     except damaged as error:
-        raise UserError(f"{path} is damaged, or no {what}: {' '.join(str(error).split())[:150]}") from None
+        raise UserError(f"{path} is damaged, or no {what}: {one_line(error)[:150]}") from None
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on one line; gcsfs's messages contain the whole response of the server."""
+    return " ".join(str(error).split())[:300]
 
 
 BUCKET_ERRORS = {

@@ -17,7 +17,7 @@ from etils import epath
 from fsspec.config import conf
 from fsspec.core import url_to_fs
 
-from meliad_like.errors import UserError, refusals
+from meliad_like.errors import UserError, one_line, refusals
 
 # The package that epath needs for each scheme.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -100,11 +100,6 @@ def read_whole(path: AnyPath) -> bytes:
         return path.read_bytes()
     system, place = url_to_fs(os.fspath(path))
     return system.cat_file(place)
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error on one line; gcsfs's messages contain the whole response of the server."""
-    return " ".join(str(error).split())[:300]
 
 
 def size_of(path: epath.Path) -> int:

@@ -297,7 +297,7 @@ def test_nothing_is_unpickled(store, tmp_path):
         with pytest.raises(UserError, match=r"documents\.npy or names\.txt is damaged"):
             TokenStore(folder).split("train")
     np.savez(tmp_path / "carry.npz", facts=array, key=array)
-    with pytest.raises(UserError, match="is not a saved carry, or it is damaged"):
+    with pytest.raises(UserError, match="is damaged, or no saved carry"):
         load_state(tmp_path / "carry.npz", {}, {})
     np.savez(tmp_path / "theirs.npz", embedding=array)
     for name in ("theirs.npz", "planted.npy"):

@@ -346,7 +346,7 @@ def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     states, setup = [], set_up(run)
     for folder in ("straight", "resumed"):
         with Checkpoints(tmp_path / folder / "checkpoints", read_only=True) as checkpoints:
-            states.append(checkpoints.restore(setup.abstract_state, 4)[0])
+            states.append(checkpoints.restore(setup.program.abstract_state, 4)[0])
         *_, evaluation = read_metrics(tmp_path / folder, "validation")
         assert np.isfinite(evaluation["bits_per_byte"])
         assert list((tmp_path / folder / "samples").iterdir())

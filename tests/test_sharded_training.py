@@ -21,7 +21,7 @@ def bindings(tmp_path_factory):
 
 def take_step(setup, step, state, i):
     """The state after a step, as numpy arrays, and its loss."""
-    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, setup.abstract_state))
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, setup.program.abstract_state))
     state, metrics = step(state, setup.reader.batch(i, range(8)))
     return jax.tree.map(np.asarray, state), float(metrics.loss)
 

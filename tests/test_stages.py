@@ -104,7 +104,7 @@ def straight(bindings, tmp_path_factory):
 def read_state(run, workdir, step):
     stage = next(stage for stage in stages_of(run) if step <= stage.last_step)
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore(set_up(run, stage.index).abstract_state, step)[0]
+        return checkpoints.restore(set_up(run, stage.index).program.abstract_state, step)[0]
 
 
 def train_and_stop(run, workdir, step, monkeypatch):

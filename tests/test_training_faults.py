@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_the_version_of_its_store(tmp_path, capsys):
     for name in ("straight", "resumed", "new"):
         with Checkpoints(tmp_path / name / "checkpoints", read_only=True) as checkpoints:
             stores.append(checkpoints.read_metadata()["store_fingerprint"])
-            states.append(checkpoints.restore(set_up(whole).abstract_state)[0])
+            states.append(checkpoints.restore(set_up(whole).program.abstract_state)[0])
     assert_same_bits(*states[:2])
     assert stores[0] == stores[1] == old.infos[0].fingerprint and stores[2] == old.fingerprint
     # An evaluation reads the documents of the training, unless it names a store.

@@ -61,7 +61,7 @@ def stopped(bindings, tmp_path_factory):
 
 def read_state(setup, workdir, step):
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore(setup.abstract_state, step)[0]
+        return checkpoints.restore(setup.program.abstract_state, step)[0]
 
 
 def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, tmp_path):

@@ -66,9 +66,9 @@ def assert_steps_of_one_process(bindings, workdir, first, last):
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
         for i in range(first, last):
             if i > 0:
-                state = checkpoints.restore(setup.abstract_state, i)[0]
+                state = checkpoints.restore(setup.program.abstract_state, i)[0]
             expected, metrics = step(state, setup.reader.batch(i, range(8)))
-            state = checkpoints.restore(setup.abstract_state, i + 1)[0]
+            state = checkpoints.restore(setup.program.abstract_state, i + 1)[0]
             np.testing.assert_allclose(losses[i + 1], metrics.loss, rtol=1e-5)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), state, expected)
 

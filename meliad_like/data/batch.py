@@ -61,15 +61,6 @@ class Reader(abc.ABC):
     def padding_share(self) -> float:
         """The share of the positions without a target: of all steps, or of an epoch if reading is endless."""
 
-    def documents_read(self, num_steps: int) -> np.ndarray | None:
-        """The indices of the documents of the first steps, whole or in part; None: it doesn't read by document."""
-        return None
-
-    @property
-    def steps_in_document(self) -> float:
-        """The number of steps that a lane stays in a document, averaged over the steps; 0 as for `documents_read`."""
-        return 0.0
-
     @abc.abstractmethod
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
         """Rows `lanes` of the batch of a step (numpy), in this order. Called from several threads at once."""

@@ -39,9 +39,9 @@ from meliad_like.data.token_store import (
     write_files,
     write_info,
 )
-from meliad_like.errors import UserError, refusals
+from meliad_like.errors import UserError, one_line, refusals
 from meliad_like.registry import fingerprint
-from meliad_like.remote import AnyPath, any_path, copy_folder, is_remote, one_line
+from meliad_like.remote import AnyPath, any_path, copy_folder, is_remote
 from meliad_like.resumable import check_same, locked, read_json, whole_folder, write_json
 from meliad_like.sources.base import (
     SOURCES,

@@ -44,10 +44,12 @@ class ScheduledReader(Reader):
         return self._schedule.num_steps(self._windows_in_segment)
 
     def documents_read(self, num_steps: int) -> np.ndarray:
+        """The indices of the documents of the first steps, whole or in part."""
         return self._schedule.documents(num_steps * self._windows_in_segment)
 
     @property
     def steps_in_document(self) -> float:
+        """The number of steps that a lane stays in a document, averaged over the steps."""
         return float(np.square(self._windows).sum() / self._windows.sum() / self._windows_in_segment)
 
     @property

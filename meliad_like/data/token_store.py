@@ -33,7 +33,7 @@ from etils import epath
 
 from meliad_like.caches import cache_folder
 from meliad_like.data.split import Documents, Names
-from meliad_like.errors import StoreError, UserError, refusals
+from meliad_like.errors import StoreError, UserError, one_line, refusals
 from meliad_like.registry import fingerprint
 from meliad_like.remote import (
     Version,
@@ -41,7 +41,6 @@ from meliad_like.remote import (
     any_path,
     copy_folder,
     is_remote,
-    one_line,
     size_of,
     version,
     write_whole,

@@ -52,8 +52,6 @@ class ReadingMode:
     its losses. `loss_slice` is the number of tokens of a lane whose logits exist at the same time."""
     init_carry: Callable[[Any, int], Any] = lambda module, b: module.init_carry(b)
     """`init_carry(module, b)`, with `model.bind(params)`, returns the carry of `b` lanes before their first token."""
-    repeats_windows: bool = True
-    """Whether segments have the tokens that overlapping windows repeat."""
 
 
 def evaluation_step(model: Model, loss_slice: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
@@ -117,9 +115,9 @@ class Evaluator:
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
         if read is None:
-            overlap = model.config.overlap if reading_mode.repeats_windows else 0
             order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
-            self._reader = LanesReader(self._split, num_lanes, segment_length, window, overlap=overlap, **order)
+            order["overlap"] = model.config.overlap
+            self._reader = LanesReader(self._split, num_lanes, segment_length, window, **order)
         else:
             self._reader = read(self._split, num_lanes)
         self.num_lanes = self._reader.num_lanes

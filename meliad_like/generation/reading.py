@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from meliad_like.errors import DAMAGED_NPZ, UserError, refusals
+from meliad_like.errors import DAMAGED_NPZ, UserError, one_line, reading, refusals
 from meliad_like.layers.basic import check_tokens
 from meliad_like.layers.lanes import choose_lanes, join_lanes, take_lanes
 from meliad_like.layers.losses import token_losses
 from meliad_like.models.model import Model
-from meliad_like.remote import any_path, one_line, write_whole
+from meliad_like.remote import any_path, write_whole
 from meliad_like.resumable import check_same
 from meliad_like.training.checkpoints import named_arrays
 
@@ -282,24 +282,14 @@ def save_state(path: str | Path, state: GenerationState, unfinished: bytes, iden
 
 def load_state(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[GenerationState, bytes]:
     """Reads a file of `save_state` for the checkpoint with this identity: the state, and an incomplete character."""
-    try:
-        with any_path(path).open("rb") as content, np.load(content) as file:
-            facts = json.loads(str(file["facts"]))
-            check_same(
-                path, facts["identity"], identity, way_out="choose the checkpoint that wrote it (--checkpoint, --step)"
-            )
-            # numpy loads bfloat16 as raw bytes.
-            leaves = [file[name].view(leaf.dtype) for name, leaf in named_arrays({"carry": abstract_carry}).items()]
-            key = file["key"]
-    except FileNotFoundError:
-        raise UserError(f"there is no saved carry {path}") from None
-    except (*DAMAGED_NPZ, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is not a saved carry, or it is damaged") from None
-    except refusals() as error:
-        message = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"cannot read the saved carry {path}: {message}") from None
+    damaged = *DAMAGED_NPZ, KeyError
+    with reading(path, "saved carry", *damaged), any_path(path).open("rb") as content, np.load(content) as file:
+        facts = json.loads(str(file["facts"]))
+        way_out = "choose the checkpoint that wrote it (--checkpoint, --step)"
+        check_same(path, facts["identity"], identity, way_out=way_out)
+        # numpy loads bfloat16 as raw bytes.
+        leaves = [file[name].view(leaf.dtype) for name, leaf in named_arrays({"carry": abstract_carry}).items()]
+        key = file["key"]
     carry = jax.tree.unflatten(jax.tree.structure(abstract_carry), leaves)
     token = np.array([NO_TOKEN if facts["token"] is None else facts["token"]], np.int32)
     num_read, ended = np.array([facts["num_read"]]), np.array([facts["ended"]])

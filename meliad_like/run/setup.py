@@ -54,13 +54,9 @@ class StageSetup(NamedTuple):
     def mesh(self) -> Mesh:
         return self.program.mesh
 
-    @property
-    def abstract_state(self) -> TrainState:
-        return self.program.abstract_state
-
     def begin_stage(self, state: TrainState) -> TrainState:
         """The last state of the stage before, with an empty carry for the lanes of this stage."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state.carry)
+        shardings = jax.tree.map(lambda x: x.sharding, self.program.abstract_state.carry)
         init_carry = jax.jit(
             lambda params: self.model.bind(params).init_carry(self.reader.num_lanes), out_shardings=shardings
         )
@@ -129,7 +125,7 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
     3. fresh parameters.
     """
     if checkpoints.steps():
-        state, saved = checkpoints.restore(setup.abstract_state)
+        state, saved = checkpoints.restore(setup.program.abstract_state)
         earlier, current = (
             {name: about[name] for name in ("vocabulary_fingerprint", "store_fingerprint")}
             for about in (saved, metadata(setup, saved["step"]))

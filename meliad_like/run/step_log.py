@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from meliad_like.data.loading import BatchIterator
-from meliad_like.data.readers import label
+from meliad_like.data.readers import ScheduledReader, label
 from meliad_like.errors import UserError
 from meliad_like.optimization.optimizers import applied_rate
 from meliad_like.optimization.schedules import make_schedule
@@ -45,22 +45,22 @@ def reading_report(setups: Sequence[StageSetup]) -> list[str]:
     """Lines that say which part of the documents all stages of a run read, with a warning where lanes are too few."""
     num_documents = int(np.count_nonzero(setups[0].reader.documents.lengths > 1))
     steps = [setup.stage.last_step - setup.stage.first_step for setup in setups]
+    readers = [setup.reader for setup in setups if isinstance(setup.reader, ScheduledReader)]
     epochs = sum(epochs_per_step(setup) * num for setup, num in zip(setups, steps, strict=True))
     if epochs >= 1:
         # To count the documents of many epochs would be slow, and tell nothing.
         lines = [f"reads {epochs:.1f} epochs of {num_documents:,} documents"]
     else:
-        read = [setup.reader.documents_read(num) for setup, num in zip(setups, steps, strict=True)]
-        part = [documents for documents in read if documents is not None]
-        of = f"{len(np.unique(np.concatenate(part))):,} of " if part else ""
+        read = [reader.documents_read(num) for reader, num in zip(readers, steps)]
+        of = f"{len(np.unique(np.concatenate(read))):,} of " if read else ""
         lines = [f"reads {of}{num_documents:,} documents, {epochs:.1%} of the tokens"]
-    for setup in setups:
-        lanes, in_a_row = setup.reader.num_lanes, setup.reader.steps_in_document
+    for reader in readers:
+        lanes, in_a_row = reader.num_lanes, reader.steps_in_document
         if lanes < min(FEW_LANES, num_documents) and in_a_row >= MANY_STEPS:
             lines.append(
                 f"warning: for about {in_a_row:,.0f} steps in a row each step sees the same "
                 f"{lanes} of {num_documents:,} documents: use more lanes, of shorter segments "
-                f"(ReaderConfig.segment_length={setup.run.data.segment_length})"
+                f"(ReaderConfig.segment_length={reader.segment_length})"
             )
     return lines
 

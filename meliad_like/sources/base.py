@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from etils import epath
 
-from meliad_like.errors import UserError, refusals
+from meliad_like.errors import UserError, one_line, refusals
 from meliad_like.registry import Registry, changed_settings, fingerprint, resumable
-from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, one_line, read_whole
+from meliad_like.remote import CHUNK_BYTES, AnyPath, Version, absolute, is_remote, read_whole
 from meliad_like.validation import check_choices
 
 READERS_AT_ONCE = 16  # The number of files of which the contents are compared at the same time.

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-from meliad_like.errors import UserError, refusals
-from meliad_like.remote import AnyPath, Version, is_remote, one_line, read_whole, version, versions_below
+from meliad_like.errors import UserError, one_line, refusals
+from meliad_like.remote import AnyPath, Version, is_remote, read_whole, version, versions_below
 from meliad_like.sources.base import (
     READERS_AT_ONCE,
     SOURCES,

@@ -12,8 +12,8 @@ from typing import Any
 
 from fsspec.utils import glob_translate
 
-from meliad_like.errors import UserError, reading, refusals
-from meliad_like.remote import AnyPath, Version, any_path, one_line
+from meliad_like.errors import UserError, one_line, reading, refusals
+from meliad_like.remote import AnyPath, Version, any_path
 from meliad_like.sources.base import SOURCES, Document, Source, SourceFile
 from meliad_like.sources.files import list_files
 from meliad_like.sources.named_splits import named_splits, splits_of_path

@@ -18,6 +18,7 @@ import pandas as pd
 from jax.sharding import Mesh
 
 from meliad_like.data.batch import Batch, empty_batch
+from meliad_like.data.readers import LanesReader
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import SEGMENTS, Evaluator, Losses, ReadingMode
@@ -48,9 +49,7 @@ def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -
     return carry, Losses(nats.T, correct.T, batch.loss_mask, batch.document, batch.position)
 
 
-TOKEN_BY_TOKEN = ReadingMode(
-    decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)), repeats_windows=False
-)
+TOKEN_BY_TOKEN = ReadingMode(decoding_step, lambda module, b: module.begin_decoding(module.init_carry(b)))
 """The mode that reads token by token, as text is written; documents must begin at segment boundaries."""
 
 
@@ -148,7 +147,9 @@ def evaluate(
     _check(model, protocol, segment_length, stride)
     targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
     if stride is None:
-        read = None
+        whole = {"shuffle": False, "epochs": 1, "whole_segments": True}
+        window = model.config.window_length
+        read = lambda documents, lanes: LanesReader(documents, lanes, segment_length, window, **whole)  # noqa: E731
         context = np.concatenate([np.arange(count) for count in targets])
         num_read = int((-(-targets // segment_length)).sum()) * segment_length
     else:
@@ -165,7 +166,6 @@ def evaluate(
         segment_length=segment_length,
         max_lanes=1,
         loss_slice=loss_slice,
-        whole_segments=True,
         reading_mode=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
         read=read,
     )(params, on_progress)

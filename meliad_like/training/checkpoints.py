@@ -24,8 +24,8 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from meliad_like.errors import UserError, is_full_disk, refusals
-from meliad_like.remote import any_path, flush_all, is_remote, one_line
+from meliad_like.errors import UserError, is_full_disk, one_line, refusals
+from meliad_like.remote import any_path, flush_all, is_remote
 from meliad_like.resumable import check_same, read_json, read_object
 from meliad_like.training.processes import agreed
 

@@ -21,8 +21,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from meliad_like.errors import UserError, refusals
-from meliad_like.remote import copy_folder, flush, is_remote, one_line, size_of, write_whole
+from meliad_like.errors import UserError, one_line, refusals
+from meliad_like.remote import copy_folder, flush, is_remote, size_of, write_whole
 from meliad_like.resumable import check_fields, parse_json
 from meliad_like.trackers import TensorBoard, TrackedRun, TrackerConfig
 

@@ -20,8 +20,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from meliad_like.errors import UserError, refusals
-from meliad_like.remote import is_remote, one_line
+from meliad_like.errors import UserError, one_line, refusals
+from meliad_like.remote import is_remote
 from meliad_like.resumable import locked
 
 HEARTBEAT_SECONDS = 30
