@@ -77,14 +77,14 @@ def lane_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def lane_sharding(mesh: Mesh, num_lanes: int) -> NamedSharding:
+def lane_sharding(mesh: Mesh, num_lanes: int, parts: int = 1) -> NamedSharding:
     """The sharding of every array whose first axis is the lane, such as the arrays of a batch.
 
-    Raises a UserError if the number of lanes is not a multiple of the number of shards.
+    Raises a UserError if the shards of lanes, in this number of `parts` (gradient_accumulation), can't be equal.
     """
-    if num_lanes % (shards := lane_shards(mesh)):
-        lanes = f"{num_lanes} lanes (tokens_per_step / segment_length)"
-        raise UserError(f"{lanes} do not divide by mesh data x fsdp: make their number a multiple of {shards}")
+    if num_lanes % (multiple := parts * lane_shards(mesh)):
+        problem = f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide by mesh data x fsdp"
+        raise UserError(f"{problem} x gradient_accumulation: make their number a multiple of {multiple}")
     return NamedSharding(mesh, PartitionSpec(MESH_AXES_OF["lanes"]))
 
 

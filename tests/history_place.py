@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from meliad_like import config
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.preparation import prepare
 from meliad_like.models.model import Model
-from meliad_like.run.opening import write_checkpoint
 
 # Windows of 24: two spans of 6 at every third position, 12 recent tokens, 4 of them targets.
 HISTORY = [

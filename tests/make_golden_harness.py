@@ -20,10 +20,10 @@ import numpy as np
 from harness_items import Item, items
 
 from meliad_like.config import RunConfig
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.pretrained import convert_to_huggingface
 from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.models.model import Model
-from meliad_like.run.opening import write_checkpoint
 from meliad_like.vocabularies.base import BytesVocabularyConfig, ByteVocabulary
 
 PATH = Path(__file__).parent / "golden" / "harness.json"

@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from meliad_like import config
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.preparation import prepare
 from meliad_like.mesh import make_mesh
 from meliad_like.models.model import Model
 from meliad_like.run import opening
-from meliad_like.run.opening import write_checkpoint
 from meliad_like.studies.page import write_study
 from meliad_like.studies.readings import StudyRequest
 from meliad_like.vocabularies.base import ByteVocabulary

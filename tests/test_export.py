@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 import meliad_like
 from meliad_like.config import RunConfig
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.pretrained import convert_to_huggingface
 from meliad_like.models.model import Model
-from meliad_like.run.opening import write_checkpoint
 from meliad_like.vocabularies.base import ByteVocabulary
 from meliad_like.vocabularies.dictionary import DictionaryVocabulary
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig

@@ -23,13 +23,13 @@ from harness_items import Item, items, write_tasks
 from make_golden_harness import PATH as GOLDEN
 from make_golden_harness import SMALL, answers, theirs, write_folder
 
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.harness.__main__ import draw_heat_map, import_harness, needle_maps
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.run.opening import write_checkpoint
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig
 
 # Nothing is downloaded, and no copy of a task's documents stays.

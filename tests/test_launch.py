@@ -13,7 +13,7 @@ import pytest
 from families import CONFIGS, language_model
 
 from meliad_like import library
-from meliad_like.run.opening import write_checkpoint
+from meliad_like.conversion.parameters import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

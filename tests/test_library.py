@@ -15,12 +15,12 @@ from ways import begin, decode
 
 import meliad_like
 from meliad_like.config import read_changes
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
-from meliad_like.run.opening import write_checkpoint
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 TEXT = "A long document, of which every token is predicted from all before. " * 2

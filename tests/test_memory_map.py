@@ -12,6 +12,7 @@ from study_runs import Page, assert_safe, make, one_device
 from tiny_run import ONE_LAYER, train
 
 from meliad_like import config
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReader
 from meliad_like.errors import UserError
@@ -19,7 +20,6 @@ from meliad_like.experiments.maps import draw_maps, gather_maps, maps_to_markdow
 from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.models.model import Model
-from meliad_like.run.opening import write_checkpoint
 from meliad_like.studies import memory_map
 from meliad_like.studies.map_tables import accuracies, accuracy_table, bits_of_answer, summary, wilson
 from meliad_like.studies.memory_source import (

@@ -19,6 +19,7 @@ from test_texts import like_llama_2
 
 from meliad_like.config import RunConfig
 from meliad_like.conversion.own_decoders import check_decoder, tokenizer_settings
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.pretrained import convert_to_huggingface
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
@@ -27,7 +28,7 @@ from meliad_like.library import LanguageModel
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 from meliad_like.mixers.positions import T5, Alibi, Rotary
 from meliad_like.models.model import Model
-from meliad_like.run.opening import OpenedCheckpoint, write_checkpoint
+from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.training.checkpoints import named_arrays
 from meliad_like.vocabularies.dictionary import DictionaryVocabulary
 

@@ -19,12 +19,13 @@ from tiny_run import parse, read_metadata, train
 import meliad_like
 from meliad_like import command_line, remote
 from meliad_like.config import read_changes
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data import token_store
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.remote import any_path
-from meliad_like.run.opening import config_for_training, open_checkpoint, write_checkpoint
+from meliad_like.run.opening import config_for_training, open_checkpoint
 from meliad_like.training import metrics
 from meliad_like.training.checkpoints import Checkpoints
 from meliad_like.training.processes import Ownership

@@ -8,8 +8,8 @@ import pytest
 from decoders import with_mixer
 from families import SLIDE, STATES, C, W, language_model
 
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.stablehlo import convert_to_stablehlo
-from meliad_like.run.opening import write_checkpoint
 
 TEXTS = [
     "A long document, of which every token is predicted. " * 3,

@@ -17,7 +17,15 @@ import pandas as pd
 from etils import epath
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import NEWER_FIELDS, Place, Places, fill_parameters, to_tensors, vocabulary_of
+from meliad_like.conversion.parameters import (
+    NEWER_FIELDS,
+    Place,
+    Places,
+    fill_parameters,
+    to_tensors,
+    vocabulary_of,
+    write_checkpoint,
+)
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
@@ -26,7 +34,7 @@ from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import DecoderConfig, StackConfig
 from meliad_like.models.model import Model
 from meliad_like.remote import replacing
-from meliad_like.run.opening import open_checkpoint, write_checkpoint
+from meliad_like.run.opening import open_checkpoint
 from meliad_like.training.checkpoints import named_arrays
 
 # The places of the parameters in checkpoints of different versions of flax; the first match counts.

@@ -1,4 +1,4 @@
-"""The places of our parameters in the files of other programs, from which they are filled; and the vocabularies."""
+"""Parts that conversions share: places of parameters in files of other programs, vocabularies, and our checkpoints."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from meliad_like.config import RunConfig
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
-from meliad_like.training.checkpoints import named_arrays
+from meliad_like.run.opening import checkpoint_metadata, save_vocabulary
+from meliad_like.training.checkpoints import Checkpoints, named_arrays
 from meliad_like.vocabularies.base import Vocabulary
 
 NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilon")
@@ -123,3 +125,15 @@ def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabul
         unused = f"VocabularyConfig.size_multiple={num_tokens} if only unused ids are missing"
         raise UserError(f"{problem}: set FileVocabularyConfig.model_file, or {unused}")
     return vocabulary
+
+
+def write_checkpoint(
+    folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
+) -> None:
+    """Writes parameters that come from elsewhere into a checkpoint folder, which must not have checkpoints yet."""
+    with Checkpoints(folder) as checkpoints:
+        if steps := checkpoints.steps():
+            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
+        save_vocabulary(vocabulary, folder)
+        state = {"step": jnp.asarray(step, jnp.int32), "params": params}
+        checkpoints.save(step, state, checkpoint_metadata(run, vocabulary, step, None))

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from meliad_like.config import Changes, RunConfig, bound_values, read_changes, to_gin, with_changes
 from meliad_like.config.saved import GIN_NAME
 from meliad_like.conversion import own_decoders
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.published.folder import config_of_published, open_published, write_published
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
 from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
@@ -20,13 +21,7 @@ from meliad_like.models.config import ActivationDtype
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.remote import any_path, from_hub, write_whole
 from meliad_like.resumable import read_json, write_json
-from meliad_like.run.opening import (
-    FOREIGN_FORMATS,
-    VOCABULARY_FOLDER,
-    OpenedCheckpoint,
-    open_checkpoint,
-    write_checkpoint,
-)
+from meliad_like.run.opening import FOREIGN_FORMATS, VOCABULARY_FOLDER, OpenedCheckpoint, open_checkpoint
 from meliad_like.vocabularies.base import DEFAULT_END, ByteVocabulary, FileVocabularyConfig, Vocabulary
 from meliad_like.vocabularies.tokenizers import (
     BYTE_CHARACTERS,

@@ -119,16 +119,12 @@ def _first_half(key, shape, dtype):
 
 
 class AlibiBias(nnx.Module):
-    """ALiBi (Press et al. 2022): a bias that falls with the distance, by a slope of each head.
+    """ALiBi (Press et al. 2022): a bias that falls with the distance, by a slope of each head, to minus a bound."""
 
-    `learned_slope`: a common factor on all slopes is learned. The bias falls to minus the `bound`: `none`, a number
-    learned for the layer (`learned`) or for each head (`by_head`), or `fixed_bound` (`fixed`).
-    """
-
-    def __init__(self, num_heads: int, learned_slope: bool, bound: str, fixed_bound: float, *, rngs: nnx.Rngs):
-        ones, num_bounds = jax.nn.initializers.ones, {"learned": 1, "by_head": num_heads}.get(bound)
-        self.num_heads, self.constant = num_heads, fixed_bound if bound == "fixed" else None
-        self.slope = parameter(rngs.params(), ones, (), (), "scale") if learned_slope else None
+    def __init__(self, config: "Alibi", num_heads: int, *, rngs: nnx.Rngs):
+        ones, num_bounds = jax.nn.initializers.ones, {"learned": 1, "by_head": num_heads}.get(config.bound)
+        self.num_heads, self.constant = num_heads, config.fixed_bound if config.bound == "fixed" else None
+        self.slope = parameter(rngs.params(), ones, (), (), "scale") if config.learned_slope else None
         self.bound = parameter(rngs.params(), ones, (num_bounds,), (None,), "bias") if num_bounds else None
 
     def __call__(self, distance: Int[np.ndarray, " s"]) -> Float[Array, "h s"]:
@@ -233,7 +229,7 @@ class Alibi(PositionConfig):
     learned_slope: bool = False
     """Whether a factor on the slopes of a layer is learned."""
     bound: Literal["none", "learned", "by_head", "fixed"] = "none"
-    """The number at which the bias stops falling: none, learned for each layer or head, or `fixed`."""
+    """The number at which the bias stops falling: none, learned for each layer or head, or `fixed_bound`."""
     fixed_bound: float = 2.0
     """The bound, if `bound` is `fixed`."""
 
@@ -242,7 +238,7 @@ class Alibi(PositionConfig):
         check_above_zero(self, ("fixed_bound",))
 
     def build(self, w, num_heads, *, rngs):
-        return BiasPosition(AlibiBias(num_heads, self.learned_slope, self.bound, self.fixed_bound, rngs=rngs))
+        return BiasPosition(AlibiBias(self, num_heads, rngs=rngs))
 
 
 @POSITIONS.register("network")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
@@ -69,18 +68,6 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
     with written_locally(epath.Path(folder) / VOCABULARY_FOLDER) as target:
         vocabulary.save(target)
         flush_all(target)
-
-
-def write_checkpoint(
-    folder: epath.PathLike, params: Any, run: RunConfig, vocabulary: Vocabulary, step: int = 0
-) -> None:
-    """Writes parameters that come from elsewhere into a checkpoint folder, which must not have checkpoints yet."""
-    with Checkpoints(folder) as checkpoints:
-        if steps := checkpoints.steps():
-            raise UserError(f"{folder} has checkpoints already (step {steps[-1]}): choose another --output")
-        save_vocabulary(vocabulary, folder)
-        state = {"step": jnp.asarray(step, jnp.int32), "params": params}
-        checkpoints.save(step, state, checkpoint_metadata(run, vocabulary, step, None))
 
 
 def saved_config(folder: epath.PathLike, step: int | None = None) -> RunConfig:

@@ -85,8 +85,6 @@ def set_up(run: RunConfig, mesh: Mesh | None = None, read: Sequence[str] = ()) -
         folder = str(stores[0].folder)
         without = "(FolderSourceConfig.folder = '' reads it without them)"
         raise StoreError(folder, f"{len(added)} files are newer than the token store {folder} {without}: add them")
-    for stage in stages:
-        stage.run.model.check_sequence(stage.run.data.segment_length, run.mesh.sequence)
     mesh = make_mesh(run.mesh) if mesh is None else mesh
     setups: list[StageSetup] = []
     for stage in stages:

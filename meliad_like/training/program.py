@@ -11,12 +11,10 @@ from jaxtyping import PRNGKeyArray
 
 from meliad_like.config import RunConfig
 from meliad_like.data.batch import empty_batch
-from meliad_like.errors import UserError
 from meliad_like.mesh import (
     ParameterShardings,
     carry_shardings,
     lane_sharding,
-    lane_shards,
     optimizer_state_shardings,
     replicated,
     training_shardings,
@@ -52,14 +50,7 @@ def make_program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingPr
     num_lanes = run.data.num_lanes
     run.model.check_sequence(run.data.segment_length, mesh.shape["sequence"])
     model = Model(run.model, vocabulary_size)
-    # Raises a helpful error if the number of lanes is not a multiple of the number of devices.
-    lane_sharding(mesh, num_lanes)
-    shards = lane_shards(mesh)
-    if num_lanes % (run.training.gradient_accumulation * shards):
-        raise UserError(
-            f"{num_lanes} lanes (tokens_per_step / segment_length) do not divide into "
-            f"gradient_accumulation={run.training.gradient_accumulation} parts on {shards} device(s)"
-        )
+    lane_sharding(mesh, num_lanes, run.training.gradient_accumulation)  # Raises an error if they don't divide.
     schedule = make_schedule(run.schedule, run.training.num_steps)
     optimizer = make_optimizer(run.optimizer, schedule, model.kinds, model.rate_factors)
     trained = trained_parameters(run.optimizer, model.kinds, model.rate_factors)
