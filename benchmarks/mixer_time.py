@@ -50,7 +50,7 @@ def main(_) -> None:
             "fastest_milliseconds": fastest[mixer],
             "over_window": fastest[mixer] / fastest[reference],
             "median_over_window": relative_time(timing, mixer, reference),
-            "MFLOP_a_token": steps[mixer].model.training_flops_per_token / 1e6,
+            "MFLOP_a_token": steps[mixer].model.flops.training / 1e6,
             "megabytes": timing[mixer]["memory_bytes"] / 1e6,
             "compile_seconds": timing[mixer]["compile_seconds"],
         }

@@ -84,7 +84,7 @@ def clock_step(run: RunConfig, vocabulary_size: int, topology: Topology) -> tupl
         texts.append(compiled.as_text())
         return compiled
 
-    flops = program.model.training_flops_per_token * run.data.tokens_per_step / program.mesh.size
+    flops = program.model.flops.training * run.data.tokens_per_step / program.mesh.size
     estimate = measure(compile_step, "training", state_parts(program), flops, topology)
     return estimate, read_clock(texts[0]) if texts else None
 

@@ -34,7 +34,7 @@ def test_a_description_adds_up_the_stages():
     flops = [stage.run.model.flops(200).training for stage in stages_of(run)]
     assert found.num_tokens == 286_000 * 73_728
     assert found.total_flops == pytest.approx(73_728 * (140_100 * flops[0] + 145_900 * flops[1]))
-    assert flops[0] < flops[1] == found.model.training_flops_per_token
+    assert flops[0] < flops[1] == found.model.flops.training
     with pytest.raises(UserError, match=r"cutoffs=\(50, 100\) must be below the vocabulary's size of 99"):
         describe(run, 99)
 

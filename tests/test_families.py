@@ -97,7 +97,7 @@ def test_a_saved_config_of_an_unknown_family_is_an_error():
 
 def test_operations_are_the_familys():
     model = Model(ToyConfig(depth=2), 10)
-    assert (model.forward_flops_per_token, model.training_flops_per_token) == (20, 60)
+    assert (model.flops.forward, model.flops.training) == (20, 60)
 
 
 @pytest.mark.parametrize("family", ["decoder", "shortformer"])

@@ -377,7 +377,7 @@ def test_operations_are_those_that_xla_counts(name):
 
     tokens = jax.ShapeDtypeStruct((2, 64), np.int32)
     counted = jax.jit(forward).lower(model.abstract_params, tokens).cost_analysis()["flops"]
-    assert 0.95 < counted / (tokens.size * model.forward_flops_per_token) < 1.05
+    assert 0.95 < counted / (tokens.size * model.flops.forward) < 1.05
 
 
 def test_a_mistake_in_a_mixer_names_it(monkeypatch):

@@ -42,8 +42,8 @@ def test_parts_equal_a_hand_count(run, planned):
     assert 1 <= training.parts["optimizer state"] / training.parts["parameters"] < 2.5
     # 8 lanes on 4 shards: tokens, targets and mask, and by block start, document and position.
     assert training.parts["batch"] == 2 * (64 * (4 + 4 + 1) + 4 * (1 + 4 + 4))
-    assert training.flops == model.training_flops_per_token * 512 / 8
-    assert decoding.flops == model.forward_flops_per_token * 8 / 8
+    assert training.flops == model.flops.training * 512 / 8
+    assert decoding.flops == model.flops.forward * 8 / 8
     assert all(estimate.activations > 0 and estimate.total > 0 for estimate in planned)
 
 

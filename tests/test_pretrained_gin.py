@@ -73,7 +73,7 @@ def test_a_prediction_costs_what_is_read_for_it():
     assert overlapping["as_counted"] == pytest.approx(disjoint["as_counted"] * 300 / 250)
     assert disjoint["by_the_paper"] == 1.75e8
     decoder = Model(config.parse(["size/tiny.gin"]).model, 257)
-    assert decoder.flops_per_prediction == {"as_counted": decoder.forward_flops_per_token}
+    assert decoder.flops_per_prediction == {"as_counted": decoder.flops.forward}
 
 
 def test_operations_as_counted():

@@ -92,7 +92,7 @@ def test_segments_of_the_baseline_are_read_alone(mesh):
     model, score = run("baseline", "segments", mesh)
     assert score.nats == pytest.approx(reference("baseline", [(i, min(i + 4, 32), 0) for i in range(0, 32, 4)]), 1e-5)
     assert (score.min_visible, score.mean_visible, score.max_visible) == (1, 2.5, 4)
-    assert score.flops == 32 * model.forward_flops_per_token
+    assert score.flops == 32 * model.flops.forward
 
 
 @pytest.mark.parametrize("num_windows", [1, 3])
@@ -105,7 +105,7 @@ def test_sliding_windows(stride, num_windows, mesh):
     windows = [(0, first, 0), *later]
     assert score.num_tokens == 32
     assert score.nats == pytest.approx(reference("baseline", windows), 1e-5)
-    assert score.flops == len(windows) * 4 * model.forward_flops_per_token
+    assert score.flops == len(windows) * 4 * model.flops.forward
     # Of later windows, a target sees all but the stride's end.
     assert (score.min_visible, score.max_visible) == (1, 4)
     if stride == 1:
@@ -136,7 +136,7 @@ def test_windows_that_repeat_tokens_are_read_by_writing_alone(mesh):
     # The first window, nine with three new tokens, and the first of another.
     assert (score.min_visible, score.max_visible) == (1, 4)
     assert score.mean_visible == ((1 + 2 + 3 + 4) + 9 * (2 + 3 + 4) + 2) / 32
-    assert score.flops == pytest.approx(32 * model.forward_flops_per_token * 4 / 3)
+    assert score.flops == pytest.approx(32 * model.flops.forward * 4 / 3)
     for arguments in ({"protocol": "segments"}, {"protocol": "sliding", "stride": 3}):
         with pytest.raises(UserError, match="windows that repeat overlap=1 tokens: evaluate without a protocol, or"):
             run("overlapping", mesh=mesh, **arguments)

@@ -21,6 +21,7 @@ from meliad_like.planning.shrinking import rule_of
 from meliad_like.registry import configs_in
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.studies import protocols
+from meliad_like.studies.states import memory_of
 
 STRIDES_IN_WINDOW = 6
 """Sliding windows have a stride of a sixth; in the paper 512 of 3,072 tokens (section 4.2)."""
@@ -35,7 +36,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     }
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
-    flops = [share * Model(config, vocabulary_size).training_flops_per_token for share, config in stages]
+    flops = [share * Model(config, vocabulary_size).flops.training for share, config in stages]
     return (
         {"num_states": 0, "overlap": run.model.overlap}
         | lengths
@@ -49,7 +50,7 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
             "parameters": model.num_parameters,
             "parameters_without_embedding": model.num_parameters
             - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
-            "memory_numbers": sum(leaf.size for leaf in model.memory),
+            "memory_numbers": sum(leaf.size for leaf in memory_of(model)),
             "training_flops_per_token": sum(flops),
         }
     )

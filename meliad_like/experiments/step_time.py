@@ -96,7 +96,7 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
 
     def row(step: TimedStep) -> dict[str, Any]:
         seconds = step.seconds[WARM_UP:]
-        flops = step.model.training_flops_per_token * step.run.data.tokens_per_step
+        flops = step.model.flops.training * step.run.data.tokens_per_step
         share = flops / float(np.median(seconds)) / (peak * jax.device_count())
         sizes = {"memory_bytes": step.memory_bytes, "compile_seconds": step.compile_seconds}
         return {"seconds": seconds, **sizes, "share_of_peak": share}

@@ -56,8 +56,8 @@ class TargetLosses:
         self.num_windows = 0
         """Windows read so far."""
         # The operations of a token without its logits are those with a vocabulary of size 0.
-        hidden = Model(reading.config, 0).forward_flops_per_token
-        logits = reading.forward_flops_per_token - hidden
+        hidden = Model(reading.config, 0).flops.forward
+        logits = reading.flops.forward - hidden
         self.flops_per_window: float = self._shape[1] * hidden + max_targets * logits
         """Operations (`layers/flops.py`), padding included: all tokens are read, and targets have logits."""
 

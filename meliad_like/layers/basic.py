@@ -303,7 +303,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class FeedForward(nnx.Module):
-    """`activation(x W1) W2`, or with biases `activation(x W1 + b1) W2 + b2`.
+    """`activation(x W1) W2`, or if `gated` `(activation(x W1) * x W2) W3`; with biases if there is a `bias`.
 
     The recurrent cell calls the two halves separately, because its gate reads the hidden layer.
     """
@@ -317,13 +317,19 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs,
         bias: bool = False,
         activation: Activation = "relu",
+        gated: bool = False,
     ):
         biases = {"rngs": rngs, "bias_initializer": jax.nn.initializers.zeros if bias else None}
         self.activation: Activation = activation
+        self.gate = Linear(size_in, feedforward_width, ("model", "feedforward"), **biases) if gated else None
         self.hidden = Linear(size_in, feedforward_width, ("model", "feedforward"), **biases)
         self.output = Linear(feedforward_width, model_width, ("feedforward", "model"), **biases)
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... d"]:
+        if self.gate is not None:
+            gate, hidden = project(x, self.gate, self.hidden)
+            return self.output(ACTIVATIONS[self.activation](gate) * hidden)
+
         def finish(output, hidden):
             return output(ACTIVATIONS[self.activation](hidden))
 

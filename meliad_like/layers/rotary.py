@@ -123,14 +123,6 @@ class Llama3Scaling(ScalingByParts):
     high_frequency_factor: float = 4.0
     """The limit of short wavelengths: those that fit into the original window more often stay the same."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise UserError(
-                f"Llama3Scaling.low_frequency_factor={self.low_frequency_factor} must be above 0 and below "
-                f"high_frequency_factor={self.high_frequency_factor}"
-            )
-
     def share_kept(self, head_size, base):
         turns = self.original_positions / (2 * np.pi * wavelengths(head_size, base))
         low, high = self.low_frequency_factor, self.high_frequency_factor
@@ -152,13 +144,6 @@ class YarnScaling(ScalingByParts):
     """Whether the limits are rounded to whole numbers of pairs, outwards."""
     scale: float | None = None
     """The factor on rotated queries and keys; None: 0.1 ln(factor) + 1 (equation 22)."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.slow_turns < self.fast_turns:
-            raise UserError(
-                f"YarnScaling.slow_turns={self.slow_turns} must be above 0 and below fast_turns={self.fast_turns}"
-            )
 
     @property
     def attention_scale(self):

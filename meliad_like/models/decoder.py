@@ -27,7 +27,7 @@ from meliad_like.mixers.positions import POSITIONS, T5, PositionConfig
 from meliad_like.mixers.sliding_window import TokenCache
 from meliad_like.models.config import FAR, MODELS, ModelConfig, ModelTraits, builds
 from meliad_like.models.model import BaseDecoder
-from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer
+from meliad_like.models.notation import Pair, entries_by_layer
 from meliad_like.registry import Registry, configs_in, kind_field, names_in, resumable, size
 from meliad_like.validation import check_above_zero, check_not_negative, layer_indices
 
@@ -211,7 +211,6 @@ class DecoderConfig(StackConfig):
             limited_by=farthest.limited_by,
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
             needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
-            fewest_layers=len(distinct_entries(self.pattern)),
             states=tuple(dict.fromkeys(name for each in traits for name in each.states)),
         )
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from meliad_like.layers.basic import fold_key, rematerialise, rematerialise_iteration, split_key
+from meliad_like.layers.flops import Flops
 from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.layers.sharding import constrain, from_rightmost, num_parts, over_sequence
 from meliad_like.mixers.base import LayerContext, count_by_block
@@ -95,21 +96,16 @@ class Model:
         return {name: factor for name, factor in factors.items() if factor != 1}
 
     @property
-    def forward_flops_per_token(self) -> float:
-        """The operations of the forward pass of one token in all layers, and of its logits."""
-        return self.config.flops(self.vocabulary_size).forward
-
-    @property
-    def training_flops_per_token(self) -> float:
-        """The operations of the forward and the backward pass of one token."""
-        return self.config.flops(self.vocabulary_size).training
+    def flops(self) -> Flops:
+        """The operations of one token in all layers, and of its logits."""
+        return self.config.flops(self.vocabulary_size)
 
     @property
     def flops_per_prediction(self) -> dict[str, float]:
         """The operations of a predicted token in a long document, including tokens that windows read again.
         `as_counted` as `layers/flops.py` describes, and `by_the_paper` if the family's paper describes how to count."""
         w, traits = self.config.window_length, self.config.traits
-        counted, paper = self.forward_flops_per_token * w / (w - self.config.overlap), traits.flops_by_the_paper
+        counted, paper = self.flops.forward * w / (w - self.config.overlap), traits.flops_by_the_paper
         return {"as_counted": counted} | ({} if paper is None else {"by_the_paper": paper})
 
     def abstract_carry(self, num_lanes: int, *, decoding: bool = False) -> Any:
@@ -121,12 +117,6 @@ class Model:
             return module.begin_decoding(carry) if decoding else carry
 
         return jax.eval_shape(make, self.abstract_params)
-
-    @property
-    def memory(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the floating-point arrays that one lane carries from segment to segment."""
-        leaves = jax.tree.leaves(self.abstract_carry(1))
-        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     @property
     def carry_size(self) -> int:

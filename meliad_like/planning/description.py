@@ -48,8 +48,8 @@ class Description(NamedTuple):
             ("carry of one document, of any length", _size(self.parts["carry"] / self.num_lanes)),
             ("the model sees", self.model.sight),
             ("a checkpoint", _size(sum(self.parts.values()) - self.parts["batch"])),
-            ("a token's operations, reading", f"{self.model.forward_flops_per_token:.4g}"),
-            ("a token's operations, training", f"{self.model.training_flops_per_token:.4g}"),
+            ("a token's operations, reading", f"{self.model.flops.forward:.4g}"),
+            ("a token's operations, training", f"{self.model.flops.training:.4g}"),
             ("steps", f"{self.num_steps:,}"),
             ("tokens of all steps", f"{self.num_tokens:,}"),
             ("operations of all steps", f"{self.total_flops:.4g}"),
@@ -74,7 +74,7 @@ def describe(run: RunConfig, vocabulary_size: int) -> Description:
         key=lambda need: sum(need[0].values()),
     )
     tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
-    total = sum(n * program.model.training_flops_per_token for n, program in zip(tokens, programs, strict=True))
+    total = sum(n * program.model.flops.training for n, program in zip(tokens, programs, strict=True))
     model = programs[-1].model
     trained = num_trained(stages[-1].run, model)
     return Description(model, trained, parts, lanes, run.training.num_steps, sum(tokens), total)

@@ -99,11 +99,11 @@ def estimates(
     )
     # O0, by a number that both jax 0.10 and 0.12 accept.
     options = {"optimization_level": 9} if quick else {}
-    parts, forward, tokens = state_parts(program), model.forward_flops_per_token, run.data.tokens_per_step
+    parts, forward, tokens = state_parts(program), model.flops.forward, run.data.tokens_per_step
     inputs = {name: parts[name] for name in ("parameters", "carry", "batch")}
     held = {"parameters": parts["parameters"], "carry": _size_on_device(carry)}
     known: dict[str, tuple[Callable[[], jax.stages.Compiled], dict[str, int], float]] = {
-        "training": (lambda: program.compile_step(options), parts, model.training_flops_per_token * tokens),
+        "training": (lambda: program.compile_step(options), parts, model.flops.training * tokens),
         "evaluation": (
             lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
             inputs,

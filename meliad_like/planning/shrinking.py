@@ -48,8 +48,14 @@ class Divisors:
             # Of a few tokens one is left: a size of 0 would be another model.
             return tuple(map(shorter, value)) if isinstance(value, tuple) else max(value // divisor, min(value, 1))
 
+        entry_fields = [
+            size.name for size in dataclasses.fields(model) if rule_of(type(model), size) == "layer_entries"
+        ]
+        num_kinds = [len(distinct_entries(getattr(model, name))) for name in entry_fields]
+
         def fewer(number: int) -> int:
-            return max(number // self.layers, model.traits.fewest_layers)
+            """The number of layers, of which there is one of each kind at least."""
+            return max(number // self.layers, *num_kinds, 1)
 
         def named(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
             if self.layers == 1:

@@ -75,7 +75,7 @@ class StepLog:
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         self._epochs_per_step = epochs_per_step(setup)
         self._bytes_per_token = run.data.bytes_per_target([store.totals("train") for store in setup.stores])
-        self._flops_per_token = setup.model.training_flops_per_token
+        self._flops_per_token = setup.model.flops.training
         self._peak_flops = peak_flops(run.model.activation_dtype) * jax.device_count()
 
     def start(self, batches: BatchIterator) -> None:

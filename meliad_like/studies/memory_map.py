@@ -11,6 +11,7 @@ from meliad_like.studies.map_tables import SUMMARY_FORMATS, accuracies, by_model
 from meliad_like.studies.memory_source import MemoryTasksSource
 from meliad_like.studies.page import Numbers, Study
 from meliad_like.studies.readings import Selection, StudiedModel, StudyRequest, choose, make_reader, open_studied
+from meliad_like.studies.states import memory_of
 
 
 def run(request: StudyRequest) -> Study:
@@ -26,8 +27,10 @@ def run(request: StudyRequest) -> Study:
     cells = by_model(maps)
     totals = by_model({label: summary(of_model, source.block_length) for label, of_model in maps.items()})
     details = studied.details() | {
-        "operations per token (forward)": round(studied.opened.model.forward_flops_per_token),
-        "bytes of memory per document": sum(leaf.size * leaf.dtype.itemsize for leaf in studied.opened.model.memory),
+        "operations per token (forward)": round(studied.opened.model.flops.forward),
+        "bytes of memory per document": sum(
+            leaf.size * leaf.dtype.itemsize for leaf in memory_of(studied.opened.model)
+        ),
         "window (tokens)": studied.run.model.window_length,
         "block of filler": source.block_length,
     }

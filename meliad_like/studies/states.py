@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
@@ -15,6 +16,12 @@ from meliad_like.mixers.recurrent_states import Gate, StateRecurrence, StatesCar
 from meliad_like.models.config import ModelConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
+
+
+def memory_of(model: Model) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of the floating-point arrays that a model carries from segment to segment for one text."""
+    leaves = jax.tree.leaves(model.abstract_carry(1))
+    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 class Watched(NamedTuple):
