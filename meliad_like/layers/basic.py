@@ -81,7 +81,8 @@ def for_all(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "...
     batch = shape[: max(len(shape) - x.ndim, 0)]
     if not sums_by_products():
         return jnp.broadcast_to(x, (*batch, *x.shape))
-    return jnp.tensordot(jnp.ones(batch, x.dtype), x, axes=0)
+    # Between two axes: for the gradient of a product of more, XLA would first transpose all of it.
+    return (jnp.ones((math.prod(batch), 1), x.dtype) @ x.reshape(1, -1)).reshape(*batch, *x.shape)
 
 
 def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
