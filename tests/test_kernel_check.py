@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from decoders import with_mixer
 
-from meliad_like.kernels import check, window_tpu
+from meliad_like.kernels import check, span, window_tpu
 from meliad_like.kernels.registry import KERNELS, RECURRENCES, SCANS
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import kernel_check
@@ -89,14 +89,19 @@ def test_the_kernels_for_an_external_memory_are_checked_as_well(checked, without
     assert kernel == "none" and "the default is used instead: external_memory: the error of " in line
 
 
+CUDNN = functools.partial(span.attend_span_in_kernel, run=functools.partial(span.cudnn_attention, implementation="xla"))
+"""The call of cuDNN's attention, with the mathematics of XLA."""
+
+
 @pytest.mark.thorough
-def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypatch):
+@pytest.mark.parametrize("right", [KERNELS["interpreted"].attend_span, CUDNN], ids=["splash", "cudnn"])
+def test_the_kernel_of_attention_to_a_span_is_checked_as_well(checked, monkeypatch, right):
     """To 1e-5, gradients too: groups of keys, a cache, a document that begins inside, and a span that ends inside."""
     monkeypatch.setitem(check.ERRORS, "float32", 1e-5)
-    span = DotProductAttention(span=150, num_key_heads=1)
-    config = dataclasses.replace(CONFIG, window_length=128, mixers=(span,), pattern=("dot_product_attention",))
+    monkeypatch.setitem(KERNELS, "interpreted", KERNELS["interpreted"]._replace(attend_span=right))
+    mixers = (DotProductAttention(span=150, num_key_heads=1),)
+    config = dataclasses.replace(CONFIG, window_length=128, mixers=mixers, pattern=("dot_product_attention",))
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
-    right = KERNELS["interpreted"].attend_span
     for changes in ({"span": 149}, {"key_document": 0}):
         wrong = KERNELS["interpreted"]._replace(attend_span=functools.partial(with_other_arguments, right, changes))
         monkeypatch.setitem(KERNELS, "interpreted", wrong)
@@ -112,14 +117,15 @@ def with_other_arguments(attend, changes, query, key, value, query_document, key
     return attend(query, key, value, query_document, key_document, changes.get("span", span))
 
 
-def test_the_kernel_of_attention_to_a_span_on_several_devices():
+@pytest.mark.parametrize("attend_span", [KERNELS["interpreted"].attend_span, CUDNN], ids=["splash", "cudnn"])
+def test_the_kernel_of_attention_to_a_span_on_several_devices(attend_span):
     """More devices than heads of keys."""
     array = functools.partial(np.random.default_rng(0).normal, size=(2, 4, 128, 4))
     query, keys = jnp.asarray(array(), jnp.float32), [jnp.asarray(array()[:, :2], jnp.float32) for _ in range(2)]
     documents = jnp.zeros((2, 128), jnp.int32)
 
     def attend(query, key, value):
-        return KERNELS["interpreted"].attend_span(query, key, value, documents, documents, 50)
+        return attend_span(query, key, value, documents, documents, 50)
 
     expected = jax.jit(attend)(query, *keys)
     with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=4))):

@@ -13,7 +13,7 @@ from meliad_like.kernels import (
     recurrence_tpu,
     scan_gpu,
     scan_tpu,
-    span_tpu,
+    span,
     states_tpu,
     window_gpu,
     window_tpu,
@@ -32,8 +32,8 @@ class Kernel(NamedTuple):
     """Attention to the window, with the arguments of `window_tpu.attend_window_in_kernel`."""
     attend_states: Callable[..., Array] | None
     """Attention of and to states, as `states_tpu.attend_unit_in_kernel`; None: without a kernel."""
-    attend_span: Callable[..., Array] | None
-    """Attention to a span of tokens, as `span_tpu.attend_span_in_kernel`; None: without a kernel."""
+    attend_span: Callable[..., Array]
+    """Attention to a span of tokens, as `span.attend_span_in_kernel`."""
     memory: Operations | None
     """A search of memories by bucket, and attention to the memories found; None: without a kernel."""
     platform: str | None
@@ -52,7 +52,7 @@ KERNELS = {
     "tpu": Kernel(
         window_tpu.attend_window_in_kernel,
         states_tpu.attend_unit_in_kernel,
-        span_tpu.attend_span_in_kernel,
+        functools.partial(span.attend_span_in_kernel, run=span.splash_attention),
         memory_tpu.operations(),
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
@@ -61,7 +61,7 @@ KERNELS = {
     "gpu": Kernel(
         window_gpu.attend_window_in_kernel,
         None,
-        None,
+        functools.partial(span.attend_span_in_kernel, run=span.cudnn_attention),
         None,
         "gpu",
         lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
@@ -70,7 +70,7 @@ KERNELS = {
     "interpreted": Kernel(
         functools.partial(window_tpu.attend_window_in_kernel, interpret=True),
         functools.partial(states_tpu.attend_unit_in_kernel, interpret=True),
-        functools.partial(span_tpu.attend_span_in_kernel, interpret=True),
+        functools.partial(span.attend_span_in_kernel, run=functools.partial(span.splash_attention, interpret=True)),
         memory_tpu.operations(interpret=True),
         None,
         lambda w, k: True,

@@ -1,12 +1,17 @@
-"""Attention to a span of tokens on TPUs by JAX's splash attention, which writes no scores to memory.
+"""Attention to a span of tokens by kernels of JAX's own, which write no scores to memory: splash attention on TPUs, and
+cuDNN's on NVIDIA GPUs.
 
-What no query of a tile sees by its distance alone is not computed. Numbers tell documents apart.
+Splash attention does not compute what no query of a tile sees by its distance alone. cuDNN gets a mask, which all heads
+of a lane share.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec
@@ -28,34 +33,49 @@ def attend_span_in_kernel(
     key_document: Int[Array, "b s"],
     span: int,
     *,
-    interpret: bool = False,
+    run: Callable[..., Array],
 ) -> Float[Array, "b h n k"]:
     """Attention of the last `n` of `s` tokens to those of the same document among the last `span`, themselves included.
 
-    `query` has its scale; consecutive heads share a head of keys. Under a mesh each device computes its lanes and heads
-    (`sharded_on_mesh`).
+    `query` has its scale; consecutive heads share a head of keys. `run` is `splash_attention` or `cudnn_attention`;
+    under a mesh each device runs it for its lanes and heads (`sharded_on_mesh`).
     """
-
-    def run(query, key, value, *documents) -> Any:
-        kernel = _kernel(query.shape[1], query.shape[2], key.shape[2], span, interpret)
-        return jax.vmap(kernel)(query, key, value, splash.SegmentIds(*documents))
-
     if key.shape[1] % jax.sharding.get_abstract_mesh().shape.get(MESH_AXES_OF["heads"], 1):
         # Fewer heads of keys than devices that divide the heads of queries.
         key, value = (jnp.repeat(y, query.shape[1] // key.shape[1], axis=1) for y in (key, value))
     lanes = MESH_AXES_OF["lanes"]
     by_head, by_lane = PartitionSpec(lanes, MESH_AXES_OF["heads"]), PartitionSpec(lanes)
-    run = sharded_on_mesh(run, (by_head, by_head, by_head, by_lane, by_lane), by_head)
-    return run(query, key, value, query_document, key_document)
+
+    def attend(*arrays):
+        return run(*arrays, span)
+
+    attend = sharded_on_mesh(attend, (by_head, by_head, by_head, by_lane, by_lane), by_head)
+    return attend(query, key, value, query_document, key_document)
 
 
-def _kernel(h: int, n: int, s: int, span: int, interpret: bool) -> splash.SplashAttentionKernel:
+def splash_attention(query, key, value, query_document, key_document, span, *, interpret: bool = False) -> Any:
+    (h, n), s = query.shape[1:3], key.shape[2]
     rows, columns = (ROWS * divisor(length // ROWS, TILE) for length in (n, s))
     of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
     of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)
     mask = masks.LocalMask((n, s), window_size=(span - 1, 0), offset=s - n)
     # Arrays that the kernel reads, which tracing must not make part of another program.
     with jax.ensure_compile_time_eval():
-        return splash.make_splash_mha_single_device(
+        kernel = splash.make_splash_mha_single_device(
             masks.MultiHeadMask([mask] * h), block_sizes=splash.BlockSizes(**of_rows, **of_columns), interpret=interpret
         )
+    return jax.vmap(kernel)(query, key, value, splash.SegmentIds(query_document, key_document))
+
+
+def cudnn_attention(
+    query, key, value, query_document, key_document, span, *, implementation: Literal["cudnn", "xla"] = "cudnn"
+) -> Array:
+    """`implementation`: "xla" computes the same with scores in memory, on any device."""
+    n, s = query.shape[2], key.shape[2]
+    distance = np.arange(s - n, s)[:, None] - np.arange(s)
+    seen = (distance >= 0) & (distance < span) & (query_document[:, :, None] == key_document[:, None])
+    query, key, value = (rearrange(y, "b h n k -> b n h k") for y in (query, key, value))
+    mixed = jax.nn.dot_product_attention(
+        query, key, value, mask=seen[:, None], scale=1.0, implementation=implementation
+    )
+    return rearrange(mixed, "b n h k -> b h n k")
