@@ -1,5 +1,6 @@
 """The instructions of a compiled program, read from its text (`compiled.as_text()`)."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -59,3 +60,35 @@ class Module:
         compared = self.computations.get(condition[1] if condition else "", [])
         bounds = [int(bound[1]) for one in compared if (bound := _BOUND.search(one.text))]
         return bounds[0] if len(bounds) == 1 else 1
+
+    def bytes_moved(self, name: str = "", trips: int = 1) -> int:
+        """The bytes that the instructions of the program read from memory and write to it, at least: each array that a
+        fusion, product, copy or kernel takes or makes. Of an array with a first axis as long as a loop, a run of its
+        body moves one entry."""
+        instructions = self.computations[name or self.entry]
+        types = {one.name: one.result for one in instructions}
+        moved = 0
+        for one in instructions:
+            if one.opcode in ("while", "call", "conditional"):
+                bodies = [called for how, called in one.called if how in ("body", "to_apply")]
+                moved += sum(self.trips(one) * self.bytes_moved(body, self.trips(one)) for body in bodies)
+            elif one.opcode not in _MOVE_NOTHING:
+                operands = _OPERAND.findall(one.text.split(f" {one.opcode}(", 1)[1].split(")", 1)[0])
+                moved += sum(_bytes(types.get(operand, ""), trips) for operand in operands)
+                moved += _bytes(one.result, trips)
+        return moved
+
+
+_MOVE_NOTHING = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+
+
+def _bytes(types: str, trips: int) -> int:
+    """The size of arrays of these types, without what a run of a loop's body leaves out."""
+    total = 0
+    for _, bits, sizes in _ARRAY.findall(types):
+        shape = [int(size) for size in sizes.split(",") if size]
+        shape = shape[1:] if trips > 1 and shape[:1] == [trips] else shape
+        total += max(int(bits or 8) // 8, 1) * math.prod(shape)
+    return total

@@ -1,6 +1,7 @@
 """Times one layer of each kind of mixer on this device, forward and with all gradients: norm, mixer, output projection.
 
     python benchmarks/layer_time.py --output=layers.csv
+    JAX_PLATFORMS=cpu python benchmarks/layer_time.py --topology=h100:1    # only compiles: bytes, temporary memory
 
 The sizes are those of the 150M-parameter models (`gin/size/medium_150m.gin`), with four lanes of 4,096 tokens. Layers
 have no feed-forward network. `rule` is what a mixer calls `read_chunks` for, alone, on random numbers of its shapes.
@@ -19,13 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 from absl import app, flags
+from compiled_text import Module
 from flax import nnx
 
 from meliad_like.kernels.registry import kernel_of_recurrence
 from meliad_like.layers.backend import platform
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
+from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers.base import LayerContext
 from meliad_like.models.decoder import DecoderConfig, DecoderLayer
+from meliad_like.planning.topology import open_topology
 
 KINDS = [
     *("sliding_window", "lightning_attention", "rg_lru", "retention", "mamba2", "gated_delta_rule"),
@@ -46,6 +50,7 @@ REPEATS = flags.DEFINE_integer("repeats", 10, "Calls of a program in a row, of w
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds, of which the median is taken.")
 JOBS = flags.DEFINE_integer("jobs", 4, "Programs compiled at the same time.", lower_bound=1)
 RULES = flags.DEFINE_bool("rules", True, "Whether the rules are timed alone, too.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "A device that is not here, to compile for.")
 OUTPUT = flags.DEFINE_string("output", None, "CSV file for the figures.")
 
 SIZES = {
@@ -84,11 +89,11 @@ def layer_program(mixer: str, kernel: str):
 
     graphdef, _ = nnx.split(nnx.eval_shape(module))
     b, n, c = LANES.value, SEGMENT.value, SEGMENT.value // WINDOW.value
-    positions = jnp.broadcast_to(jnp.arange(c) * WINDOW.value, (b, c))
+    positions = np.broadcast_to(np.arange(c) * WINDOW.value, (b, c))
 
     def apply(params, x):
         layer = nnx.merge(graphdef, params)
-        return layer(x, LayerContext(positions, {}), layer.init_carry(b, x.dtype), None)[0]
+        return layer(x, LayerContext(jnp.asarray(positions), {}), layer.init_carry(b, x.dtype), None)[0]
 
     def make():
         x = jax.random.normal(jax.random.key(1), (b, n, WIDTH.value)).astype(DTYPE.value)
@@ -152,21 +157,40 @@ def programs() -> Iterator[tuple[tuple[str, str, str], Callable, Callable]]:
             yield (mixer, "rule", kernel), *found
 
 
+def milliseconds(program: Callable, apply: Callable, make: Callable) -> list[float]:
+    """The mean time of a call, for each round."""
+    arguments = jax.jit(make)()
+    result = jax.eval_shape(apply, *arguments)
+    cotangent = jax.random.normal(jax.random.key(3), result.shape).astype(result.dtype)
+    jax.block_until_ready(program(arguments, cotangent))
+    times = []
+    for _ in range(ROUNDS.value):
+        begin = time.perf_counter()
+        for _ in range(REPEATS.value):
+            result = program(arguments, cotangent)
+        jax.block_until_ready(result)
+        times.append(1e3 * (time.perf_counter() - begin) / REPEATS.value)
+    return times
+
+
 def main(_) -> None:
-    device = jax.devices()[0]
+    device = open_topology(TOPOLOGY.value).devices[0] if TOPOLOGY.value else jax.devices()[0]
+    mesh = make_mesh(MeshConfig(), [device])
     print(
         f"{device.device_kind}, jax {jax.__version__}, {LANES.value} x {SEGMENT.value} tokens, {DTYPE.value}",
         flush=True,
     )
-    todo = [(name, *found, kind) for name, *found in programs() for kind in PASSES]
+    with jax.set_mesh(mesh):
+        todo = [(name, *found, kind) for name, *found in programs() for kind in PASSES]
 
     def build(job):
         name, apply, make, kind = job
-        shapes = jax.eval_shape(make)
-        cotangent = jax.eval_shape(apply, *shapes)
         begin = time.perf_counter()
         try:
-            program = jax.jit(functools.partial(PASSES[kind], apply)).lower(shapes, cotangent).compile()
+            with jax.set_mesh(mesh):
+                shapes = jax.eval_shape(make)
+                cotangent = jax.eval_shape(apply, *shapes)
+                program = jax.jit(functools.partial(PASSES[kind], apply)).lower(shapes, cotangent).compile()
         except Exception as error:  # whatever a compiler raises
             print(*name, kind, type(error).__name__, " ".join(str(error).split())[:300], flush=True)
             return None
@@ -179,24 +203,16 @@ def main(_) -> None:
         if one is None:
             continue
         program, compile_seconds = one
-        arguments = jax.jit(make)()
-        cotangent = jax.random.normal(jax.random.key(3), jax.eval_shape(apply, *arguments).shape)
-        cotangent = cotangent.astype(jax.eval_shape(apply, *arguments).dtype)
-        jax.block_until_ready(program(arguments, cotangent))
-        times = []
-        for _ in range(ROUNDS.value):
-            begin = time.perf_counter()
-            for _ in range(REPEATS.value):
-                result = program(arguments, cotangent)
-            jax.block_until_ready(result)
-            times.append(1e3 * (time.perf_counter() - begin) / REPEATS.value)
-        temporary = program.memory_analysis().temp_size_in_bytes / 1e9
         row = dict(zip(("mixer", "what", "kernel"), name, strict=True)) | {"pass": kind}
-        row |= {"ms, median": round(float(np.median(times)), 3), "ms, fastest": round(min(times), 3)}
+        if TOPOLOGY.value:
+            row |= {"moved, GB": round(Module(program.as_text()).bytes_moved() / 1e9, 3)}
+        else:
+            times = milliseconds(program, apply, make)
+            row |= {"ms, median": round(float(np.median(times)), 3), "ms, fastest": round(min(times), 3)}
+        temporary = program.memory_analysis().temp_size_in_bytes / 1e9
         row |= {"temporaries, GB": round(temporary, 3), "compiled in s": round(compile_seconds, 1)}
         rows.append(row)
         print(",".join(map(str, row.values())), flush=True)
-        del arguments, cotangent, result
     if OUTPUT.value:
         pd.DataFrame(rows).to_csv(OUTPUT.value, index=False)
 
