@@ -49,11 +49,10 @@ def train_eight_steps(arrays, model, params, segments):
     """Trains with the batches of the three segments in turn, compares losses, and returns the parameters."""
     schedule = make_schedule(CosineSchedule(warmup_steps=4), 20)
     optimizer = make_optimizer(Adafactor(), schedule, model.kinds)
-    state = init_state(model, optimizer, 2, jax.random.key(0))._replace(
-        params=params, optimizer_state=optimizer.init(params)
-    )
     # The reference begins with states of zero, where no document begins.
-    state = state._replace(carry=jax.tree.map(jnp.zeros_like, state.carry))
+    shapes = jax.eval_shape(lambda: init_state(model, optimizer, 2, jax.random.key(0)))
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    state = state._replace(params=params, optimizer_state=optimizer.init(params))
     train_step = jax.jit(make_train_step(model, optimizer, TrainingConfig(num_steps=20)))
     for step in range(8):
         batch = segments[step % 3]

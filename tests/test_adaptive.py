@@ -19,8 +19,7 @@ def make(cutoffs=(8, 20), dropout_rate=0.0):
     return vocabulary, hidden, targets
 
 
-@pytest.mark.parametrize("cutoffs", [(8, 20), (1, 39), ()])
-@pytest.mark.parametrize("slice_length", [16, 3])
+@pytest.mark.parametrize(("cutoffs", "slice_length"), [((8, 20), 16), ((1, 39), 3), ((), 16)])
 def test_the_loss_is_that_of_all_log_probabilities(cutoffs, slice_length):
     vocabulary, hidden, targets = make(cutoffs)
     everything = vocabulary.log_probabilities(hidden)

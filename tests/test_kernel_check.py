@@ -27,6 +27,28 @@ from meliad_like.models.decoder import DecoderConfig
 CONFIG = DecoderConfig(num_layers=1, model_width=8, num_heads=2, head_size=4, window_length=8)
 
 
+COMPUTATION = kernel_check._computation
+
+
+@functools.cache
+def default_computation(*arguments):
+    run, make_inputs = COMPUTATION(*arguments)
+    results = jax.jit(run)(make_inputs())
+    return lambda _: results, dict
+
+
+@pytest.fixture(autouse=True)
+def default_once(monkeypatch):
+    """The default is computed once for all checks of the same modules, right kernels and wrong ones. On a CPU its
+    products have the highest precision anyway."""
+
+    def computation(build, shape, *others):
+        has_kernel = "interpreted" in (shape.attention_kernel, shape.recurrence_kernel)
+        return (COMPUTATION if has_kernel else default_computation)(build, shape, *others)
+
+    monkeypatch.setattr(kernel_check, "_computation", computation)
+
+
 @pytest.fixture
 def checked(capsys):
     """The kernel that the check of an interpreted kernel chooses, and the line that it prints."""
@@ -63,14 +85,11 @@ def without_the_window(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_kernel_for_states_is_checked_as_well(checked, without_the_window, monkeypatch, capsys):
+def test_a_kernel_for_states_is_checked_as_well(checked, without_the_window, monkeypatch):
     states = RecurrentStates(num_states=4)
     config = with_mixer(CONFIG, states, (0,))
     right = KERNELS["interpreted"].attend_states
     assert checked(config) == ("interpreted", "attention kernel: checked on this device\n")
-    kernel_check._checked.cache_clear()
-    assert kernel_check._checked(config.shape, "float32", "attention", "interpreted", "v5e") == "interpreted"
-    assert capsys.readouterr().err == "attention kernel: compiled for v5e\n"
     broken = KERNELS["interpreted"]._replace(attend_states=functools.partial(without_unit_length, right))
     monkeypatch.setitem(KERNELS, "interpreted", broken)
     kernel, line = checked(config)
@@ -161,6 +180,9 @@ def test_the_scan_of_the_rg_lru_is_checked_as_well(capsys, monkeypatch):
     def without_state(decay, added, state):
         return right(decay, added, jnp.zeros_like(state))
 
+    kernel_check._checked.cache_clear()
+    assert kernel_check._checked(config.shape, "float32", "recurrence", "interpreted", "v5e") == "interpreted"
+    assert capsys.readouterr().err == "recurrence kernel: compiled for v5e\n"
     refused = "the default is used instead: rg_lru: the error of "
     checked = "checked on this device"
     for kernel, line in (right, checked), (for_tpus, checked), (without_state, refused):
