@@ -86,7 +86,7 @@ SHARES = {
     "test_interventions.py": 4,
     "test_kernel_check.py": 6,
     "test_launch_two_processes.py": 3,
-    "test_library.py": 6,
+    "test_library.py": 12,
     "test_linear_recurrence.py": 6,
     "test_meliad_gin.py": 3,
     "test_melodi.py": 6,

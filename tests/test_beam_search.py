@@ -147,6 +147,7 @@ def test_the_memory_of_a_hypothesis_that_has_ended_stays(recurrent):
     np.testing.assert_allclose(outputs[: len(ended)], outputs[len(ended) :], atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_texts_are_searched_alone(recurrent):
     starts = ["a", recurrent.read("abcdeabcde"), "ccc"]
     for start, found in zip(starts, recurrent.search_batch(starts, 6, width=4, length_penalty=0.6), strict=True):

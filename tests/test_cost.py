@@ -39,6 +39,7 @@ def compile_step(row: str, layers: list[str], segment_length: int, loss_slice: i
     return step.lower(state, empty_batch(1, segment_length, run.model.window_length)).compile()
 
 
+@pytest.mark.thorough
 def test_memory_is_linear_in_the_segment():
     steps = [compile_step("fixed_skip", ONE_LAYER, n, loss_slice=256) for n in (4096, 16384)]
     memory = [step.memory_analysis().temp_size_in_bytes for step in steps]

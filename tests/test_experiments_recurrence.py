@@ -119,6 +119,7 @@ def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
     assert bound.run(TABLE.row("baseline_128_0"), 0).data.store == "mine"
 
 
+@pytest.mark.thorough
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
     monkeypatch.setattr("meliad_like.experiments.job.make_mesh", mesh_of_the_first_devices)

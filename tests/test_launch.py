@@ -184,6 +184,7 @@ def test_wheel_from_the_source_distribution_contains_every_module_gin_file_and_t
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_the_library_needs_only_the_wheel(built, tmp_path):
     """The lines of the library's docstring run in an empty folder, in a virtual environment with only the wheel."""
     environment, folder = tmp_path / "environment", tmp_path / "empty"

@@ -198,6 +198,7 @@ def test_a_folder_is_all_that_is_needed(states, tmp_path):
         states.generate(other.read("a"))
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_trained_on_another_platform(states, tmp_path):
     opened = states.opened
     with_kernel = read_changes((), ["DecoderConfig.attention_kernel = 'tpu'"])(opened.run)
@@ -210,6 +211,7 @@ def test_a_model_that_was_trained_on_another_platform(states, tmp_path):
         meliad_like.load(tmp_path, gin_params=["DecoderConfig.num_layers = 3"])
 
 
+@pytest.mark.thorough
 def test_the_lines_of_the_guide(states, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     opened = states.opened
@@ -259,6 +261,7 @@ def test_the_package_alone_imports_nothing_large():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.thorough
 def test_our_models_are_opened_without_what_reads_those_of_other_programs(states, tmp_path):
     opened = states.opened
     write_checkpoint(tmp_path, opened.params, opened.run, opened.vocabulary)

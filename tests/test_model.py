@@ -131,6 +131,7 @@ def test_decoding_equals_the_parallel_pass(name):
 
 
 @pytest.mark.parametrize("name", ["two", "rotary", "feedback, unmasked"])
+@pytest.mark.thorough
 def test_a_book_in_segments_is_the_book(name):
     check_segments(*make(CONFIGS[name]))
 
@@ -150,6 +151,7 @@ def test_documents_that_begin_within_a_segment_are_separate(name):
         pytest.param("scanned", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.thorough
 def test_memories_can_be_exchanged(name):
     check_parts(*make(CONFIGS[name]))
 
@@ -201,6 +203,7 @@ def test_states_may_reach_no_token_of_their_own_block():
     assert (strength[(s // W < t // W) | ((s <= t) & (s // W == t // W))] > 0).all()
 
 
+@pytest.mark.thorough
 def test_lanes_decode_independently():
     check_lanes(*make(CONFIGS["lstm:dual"]))
 
@@ -296,6 +299,7 @@ def test_what_is_computed_otherwise_on_accelerators_is_the_same(name, monkeypatc
         pytest.param("llama", "none", [2], marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.thorough
 def test_scanned_layers_equal_unrolled_ones(name, remat, sizes):
     """Losses, gradients and carries, with dropout, so that masks are the same too; the parameters have one form."""
     config = (CONFIGS | OTHER_FAMILIES)[name]

@@ -152,6 +152,7 @@ def test_the_best_parameters_are_kept(trained):
     assert open_checkpoint(trained / "best").step == 9
 
 
+@pytest.mark.thorough
 def test_a_fixed_decoder_stays_as_it_is(place):
     fixed = ["PretrainedConfig.train_decoder = False", "TrainingConfig.num_steps = 3", "MeshConfig.data = 1"]
     train(run_of(place, *RECURRENT, *fixed), place / "fixed", place / "ours")

@@ -213,6 +213,7 @@ np.save(sys.argv[2], lm.score(np.arange(50), lm.resume(sys.argv[1])).log_probabi
 """
 
 
+@pytest.mark.thorough
 def test_a_state_has_one_size_and_is_continued_in_another_process(tmp_path):
     lm, sizes = opened("recurrent_gemma"), []
     state = lm.begin()

@@ -43,6 +43,7 @@ def quick_start(checkout: Path, *arguments: str, **environment: str) -> subproce
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.thorough
 def test_from_documents_to_table_picture_and_sample(tmp_path):
     checkout = make_checkout(tmp_path)
     for split, name in (("train", "one"), ("validation", "two"), ("test", "logging")):

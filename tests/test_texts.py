@@ -83,6 +83,7 @@ def test_scores_without_bytes_and_impossible_lengths(lm):
         lm.generate("a", -1)
 
 
+@pytest.mark.thorough
 def test_ids_that_stand_for_nothing_are_never_written():
     vocabulary = ByteVocabulary(size_multiple=1024)
     lm = language_model(CONFIGS["slide"], vocabulary)

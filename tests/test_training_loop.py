@@ -88,6 +88,7 @@ def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, t
     assert [step for step, *_ in figures[0]] == [*range(1, NUM_STEPS + 1)]
 
 
+@pytest.mark.thorough
 def test_tokens_that_are_cut_short_under_a_run(bindings, setup, straight, tmp_path):
     store, run = tmp_path / "store", tmp_path / "run"
     shutil.copytree(setup.store.folder, store)
@@ -307,6 +308,7 @@ def test_samples_on_the_way(straight, setup):
     assert continuation.strip()
 
 
+@pytest.mark.thorough
 def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         state = starting_state(setup, checkpoints, str(straight))
