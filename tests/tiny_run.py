@@ -118,7 +118,7 @@ def kept_program(run: RunConfig, vocabulary_size: int, mesh: Mesh, _make_train_s
 def _program(run: RunConfig, vocabulary_size: int, mesh: Mesh) -> TrainingProgram:
     """The program of the first run that differs in nothing that a program is made from."""
     names = ["seed", "gradient_accumulation", "loss_slice", "nonfinite"]
-    names += ["num_steps"] if run.schedule.reads_num_steps else []
+    names += ["num_steps"] if run.schedule.num_independent(run.training.num_steps) < run.training.num_steps else []
     training = TrainingConfig(**{name: getattr(run.training, name) for name in names})
     same = {name: getattr(RunConfig(), name) for name in ("source", "vocabulary", "mesh", "trackers")}
     run = dataclasses.replace(run, **same, training=training, data=dataclasses.replace(run.data, store=""))

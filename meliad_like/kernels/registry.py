@@ -23,6 +23,7 @@ from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
 
 ROWS = window_tpu.ROWS
+POSITIONS = "a DecoderConfig.position that is none or a bias"
 
 
 class Kernel(NamedTuple):
@@ -41,7 +42,7 @@ class Kernel(NamedTuple):
     fits: Callable[[int, int], bool]
     """Whether it can be compiled for this number of tokens in a window, states or buckets, and this head size."""
     needs: str
-    """The platform and the sizes that the kernels need, for a message."""
+    """The platform, the sizes and the positions that the kernels need, for a message."""
 
     def runs(self, window_length: int, head_size: int) -> bool:
         """Whether the traced program's platform and these sizes allow it."""
@@ -56,7 +57,7 @@ KERNELS = {
         memory_tpu.operations(),
         "tpu",
         lambda w, k: w % ROWS == 0 and k % ROWS == 0,
-        f"a TPU, and a window and heads of multiples of {ROWS}",
+        f"a TPU, a window and heads of multiples of {ROWS}, and {POSITIONS}",
     ),
     "gpu": Kernel(
         window_gpu.attend_window_in_kernel,
@@ -65,7 +66,7 @@ KERNELS = {
         None,
         "gpu",
         lambda w, k: w % SMALLEST_TILE == 0 and k in HEAD_SIZES,
-        f"a GPU, a window that is a multiple of {SMALLEST_TILE}, and heads of one of the sizes {HEAD_SIZES}",
+        f"a GPU, a window that is a multiple of {SMALLEST_TILE}, heads of a size in {HEAD_SIZES}, and {POSITIONS}",
     ),
     "interpreted": Kernel(
         functools.partial(window_tpu.attend_window_in_kernel, interpret=True),
@@ -74,7 +75,7 @@ KERNELS = {
         memory_tpu.operations(interpret=True),
         None,
         lambda w, k: True,
-        "",
+        POSITIONS,
     ),
 }
 

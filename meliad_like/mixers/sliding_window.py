@@ -259,17 +259,11 @@ class WindowAttention(Mixer):
     def _attend_in_kernel(self, inputs: WindowInputs, kept) -> Float[Array, "b c h w k"]:
         shape, kernel = self.shape, KERNELS[self.shape.attention_kernel]
         w, k = shape.window_length, shape.head_size
-        instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
-        if self.heads.position.changes_keys:
-            raise UserError(
-                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs a DecoderConfig.position that is "
-                f"none, t5, alibi or another bias, because the others change keys: {instead}"
-            )
-        if not kernel.runs(w, k):
-            raise UserError(
-                f"DecoderConfig.attention_kernel={shape.attention_kernel!r} needs {kernel.needs}, not {platform()}, "
-                f"window_length={w} and head_size={k}: {instead}"
-            )
+        if self.heads.position.changes_keys or not kernel.runs(w, k):
+            setting = f"DecoderConfig.attention_kernel={shape.attention_kernel!r}"
+            present = f"{platform()}, window_length={w}, head_size={k} and {type(shape.position).__name__}"
+            instead = "set it to 'none' (--gin_param=\"DecoderConfig.attention_kernel = 'none'\")"
+            raise UserError(f"{setting} needs {kernel.needs}, not {present}: {instead}")
         mixed = kernel.attend(
             inputs.projected,
             self.heads.scale,

@@ -37,18 +37,13 @@ class ScheduleConfig:
         check_not_negative(self, ("warmup_steps", "first_rate"))
         check_above_zero(self, ("multiplier",))
 
-    @property
-    def reads_num_steps(self) -> bool:
-        """Whether the rates depend on the number of steps of the run."""
-        return False
-
     def length(self, num_steps: int) -> int:
         """The schedule's length in steps, in a run of `num_steps`."""
         return num_steps
 
     def num_independent(self, num_steps: int) -> float:
         """The number of first steps, of a run of `num_steps`, whose rates a run of another length has too."""
-        return 0 if self.reads_num_steps else math.inf
+        return math.inf
 
     def base_rate(self, length: int, step: jax.Array) -> jax.Array:
         """The rate (float32) without warmup and multiplier, at a step that is not before the end of the warmup."""
@@ -74,9 +69,8 @@ class DecayingScheduleConfig(ScheduleConfig):
         if self.first_rate > self.max_rate:
             raise UserError(f"first_rate={self.first_rate} must be from 0 to max_rate={self.max_rate}")
 
-    @property
-    def reads_num_steps(self) -> bool:
-        return self.max_scheduled_steps is None
+    def num_independent(self, num_steps: int) -> float:
+        return 0 if self.max_scheduled_steps is None else math.inf
 
     def length(self, num_steps: int) -> int:
         return self.max_scheduled_steps or num_steps

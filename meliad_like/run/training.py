@@ -61,7 +61,7 @@ def train(
         start_step = saved.get("step", 0)
         if start_step >= num_steps:
             another = f"--load_dir={folder} starts another run with its parameters"
-            more = another if run.schedule.reads_num_steps else "raise num_steps"
+            more = another if run.schedule.num_independent(num_steps) < num_steps else "raise num_steps"
             if jax.process_index() == 0:
                 print(f"{folder} is at step {start_step} of {num_steps}: nothing left to do; {more}")
             return 0
