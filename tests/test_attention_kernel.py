@@ -90,7 +90,7 @@ def test_outputs_and_gradients_equal_the_shared_attention(name, seed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", [6, 7, 33, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 33))])
+@pytest.mark.parametrize("seed", [6, 33, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(7, 33))])
 @pytest.mark.thorough
 def test_a_window_may_be_wider_than_the_kernel(seed):
     """The outputs also with a bias so large that only the scores' differences from the largest are exact."""

@@ -239,7 +239,9 @@ def test_the_rg_lru_in_kernels_is_exact_in_bfloat16(interpreted):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("interpreted", "name"), [("gpu", "kda_layer"), ("tpu", "gated_delta_layer")], indirect=["interpreted"]
+    ("interpreted", "name"),
+    [pytest.param("gpu", "kda_layer", marks=pytest.mark.exhaustive), ("tpu", "gated_delta_layer")],
+    indirect=["interpreted"],
 )
 def test_bfloat16_is_as_exact_as_the_released_code(interpreted, name):
     released.test_bfloat16_is_as_exact_as_the_released_code(name)

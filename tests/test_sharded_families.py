@@ -36,11 +36,10 @@ ALL = [(name, mesh) for name in CONFIGS for mesh in MESHES]
 ALL += [(name, mesh) for name in CONFIGS.keys() - IN_ORDER for mesh in SEQUENCE_MESHES]
 # Compiling for eight devices takes a second or more, so what is run each time is a part, and of the cells one of each
 # kind: every family on one of the two meshes that cut its parameters most. All mixers are on a mesh in test_mixers.py,
-# and the recurrent decoder is on 8 x 1 in test_sharded_training.py.
+# and states with fixed gates in test_sharded_training.py.
 CHOSEN = [(name, (2, 2, 2, 1)) for name in ("gpt2", "xl", "llama", "recurrent gpt2")]
 CHOSEN += [(name, (1, 1, 8, 1)) for name in ("gpt2", "shortformer", "slide")]
 CHOSEN += [
-    ("fixed:skip", (2, 4, 1, 1)),
     ("memorizing in kernels", (2, 2, 2, 1)),
     ("recurrences in kernels", (1, 1, 1, 8)),
     ("slide below skip", (1, 1, 1, 8)),

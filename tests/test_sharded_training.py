@@ -73,7 +73,7 @@ def test_cutting_the_parameters_does_not_gather_the_tokens(bindings):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option", ["average", "muon"])
+@pytest.mark.parametrize("option", ["average", pytest.param("muon", marks=pytest.mark.exhaustive)])
 def test_copies_of_the_parameters_share_the_optimizer_state(bindings, option):
     """Each device holds an eighth of all but the vectors, also of parameters that are in it, which the step gathers."""
     files = [*tiny_run.FILES, *SMALL, f"option/{option}.gin"]

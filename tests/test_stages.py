@@ -163,7 +163,7 @@ def test_stages_read_their_documents_in_orders_of_their_own(bindings):
 
 
 # Saved at a stage's last step, and at the first one of the next. When a step is logged, the loop is one step further.
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.thorough
 def test_stopped_around_a_switch(bindings, straight, tmp_path, monkeypatch, stop):
     run = parse(bindings, *STAGES)

@@ -308,7 +308,6 @@ def test_samples_on_the_way(straight, setup):
     assert continuation.strip()
 
 
-@pytest.mark.thorough
 def test_fine_tuning_starts_with_the_parameters_alone(bindings, setup, straight, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         state = starting_state(setup, checkpoints, str(straight))

@@ -113,7 +113,7 @@ def test_ctrl_c_to_one_stops_both_after_the_same_step(bindings, one, tmp_path):
     assert_steps_of_one_process(bindings, tmp_path, 2, num_steps)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_mistake_ends_both_at_once(bindings, tmp_path):
     config.save(parse(bindings), tmp_path)
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
