@@ -84,7 +84,7 @@ def traced_or_refused(base, changes) -> str | None:
         assert "\n" not in str(error), changes
         return str(error)
     program = setup.program
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(setup.program.mesh):
         state, _ = jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, program.abstract_state), changes
     assert setup.reader.batch(0, [0]).inputs.shape == (1, setup.run.data.segment_length)

@@ -25,7 +25,7 @@ from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
 from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import Alibi, NoPosition, Rotary
+from meliad_like.mixers.positions import Alibi, PositionConfig, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -111,7 +111,7 @@ def test_what_the_newer_stack_lacks(changes, message, tmp_path):
 
 def test_the_newer_stack_without_biases_is_read(tmp_path):
     """Its feed-forward networks have the names of the older stack's."""
-    config = dataclasses.replace(config_of("slide"), num_layers=1, position=NoPosition())
+    config = dataclasses.replace(config_of("slide"), num_layers=1, position=PositionConfig())
     layer, kvq = "layer_stack/transformer0/tbase/", "layer_stack/transformer0/tbase/_kvq/"
     places = {
         "embed/embedding": ("embedding",),
@@ -148,7 +148,7 @@ def test_a_learned_slope_keeps_its_shape(tmp_path):
 
 
 def test_absolute_positions_that_have_no_parameters_are_not_lost_silently(tmp_path):
-    config = dataclasses.replace(config_of("slide"), position=NoPosition())
+    config = dataclasses.replace(config_of("slide"), position=PositionConfig())
     with pytest.raises(UserError, match="absolute positions"):
         convert_from_meliad(tmp_path / "theirs.npz", run_of(config), tmp_path / "ours")
 

@@ -31,7 +31,7 @@ from meliad_like.families.shortformer import ShortformerConfig
 from meliad_like.layers.attention import attend, attend_window, ring_square, unit
 from meliad_like.layers.basic import dropout_multiplier, tiled_dropout
 from meliad_like.mixers.external_memory import ExternalMemory
-from meliad_like.mixers.positions import NoPosition, Rotary
+from meliad_like.mixers.positions import PositionConfig, Rotary
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model, groups_of
@@ -58,7 +58,7 @@ CONFIGS = {
 SKIP = CONFIGS["fixed:skip"]
 CONFIGS |= {
     "rotary": dataclasses.replace(SKIP, position=Rotary()),
-    "none": dataclasses.replace(SKIP, position=NoPosition()),
+    "none": dataclasses.replace(SKIP, position=PositionConfig()),
     "unmasked": dataclasses.replace(SKIP, mask_empty_cache=False),
     "two": recurrent(CONFIGS["lstm:skip"], layers=(0, 1)),
 }

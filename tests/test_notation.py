@@ -16,8 +16,8 @@ from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.models.notation import distinct_entries, entries_by_layer
-from meliad_like.planning.shrinking import shrink, smaller_pattern
+from meliad_like.models.notation import entries_by_layer
+from meliad_like.planning.shrinking import distinct_entries, shrink, smaller_pattern
 
 SIZES = {
     "num_layers": 6,

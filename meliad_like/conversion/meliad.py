@@ -29,7 +29,7 @@ from meliad_like.conversion.parameters import (
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
-from meliad_like.mixers.positions import NoPosition, Rotary
+from meliad_like.mixers.positions import PositionConfig, Rotary
 from meliad_like.models.config import MODELS
 from meliad_like.models.decoder import DecoderConfig, StackConfig
 from meliad_like.models.model import Model
@@ -169,7 +169,7 @@ def _read_orbax(folder: Path) -> dict[str, np.ndarray]:
 def convert_from_meliad(path: str | Path, run: RunConfig, folder: str | Path) -> None:
     """Writes our checkpoint folder at step 0, for evaluation, generation and fine-tuning."""
     model = _checked(run, "--gin_file")
-    if isinstance(model.position, NoPosition):
+    if type(model.position) is PositionConfig:
         raise UserError(
             "--gin_file: a checkpoint without relative positions doesn't say whether its model adds absolute positions "
             "to the embeddings, which have no parameters; models without any positions can't be told from those"

@@ -45,14 +45,12 @@ def load_batches(reader: Reader, sharding: jax.sharding.Sharding, start_step: in
     indices = sharding.addressable_devices_indices_map((reader.num_lanes,)).values()
     lanes = np.unique(np.concatenate([np.arange(reader.num_lanes)[index] for index in indices])).tolist()
 
-    def to_devices(batch: Batch) -> Batch:
-        def put(local: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(sharding, local, (reader.num_lanes, *local.shape[1:]))
-
-        return jax.tree.map(put, batch)
+    def to_devices(local: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, local, (reader.num_lanes, *local.shape[1:]))
 
     num_steps = sys.maxsize if reader.num_steps is None else reader.num_steps
     batches = grain.MapDataset.range(start_step, num_steps).map(lambda step: reader.batch(step, lanes))
     loaded = batches.to_iter_dataset(grain.ReadOptions(num_threads=NUM_THREADS, prefetch_buffer_size=BATCHES_AHEAD))
+    loaded = loaded.map(lambda batch: jax.tree.map(to_devices, batch))
     ahead = grain.experimental.ThreadPrefetchIterDataset
-    return BatchIterator(iter(ahead(loaded.map(to_devices), prefetch_buffer_size=DEVICE_BATCHES_AHEAD)))
+    return BatchIterator(iter(ahead(loaded, prefetch_buffer_size=DEVICE_BATCHES_AHEAD)))

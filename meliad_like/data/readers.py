@@ -312,8 +312,6 @@ class LanesReaderConfig(ReaderConfig):
 class WindowsReaderConfig(ReaderConfig):
     """Like lanes, but each segment is a separate sequence, whose windows overlap by the model's `overlap`."""
 
-    segments_follow: bool = False
-    """Whether a lane keeps its carry where its next segment continues the same document."""
     train_disjoint: bool = False
     """Whether training windows repeat nothing, whatever overlap the model is evaluated with."""
 
@@ -321,7 +319,7 @@ class WindowsReaderConfig(ReaderConfig):
         return 0 if self.train_disjoint else overlap
 
     def _reader(self, store: TokenStore, split: str, overlap: int, fields: dict[str, Any]) -> Reader:
-        return LanesReader(**fields, overlap=overlap, separate=not self.segments_follow)
+        return LanesReader(**fields, overlap=overlap, separate=True)
 
 
 @READERS.register("stream")

@@ -114,12 +114,10 @@ class Evaluator:
         # More lanes would only wait for the longest document.
         useful_lanes = -(-blocks.sum() // max(blocks.max(initial=0), 1))
         num_lanes = max(-(-min(max_lanes, int(useful_lanes)) // shards), 1) * shards
-        if read is None:
-            order: dict[str, Any] = {"shuffle": False, "epochs": 1, "whole_segments": whole_segments}
-            order["overlap"] = model.config.overlap
-            self._reader = LanesReader(self._split, num_lanes, segment_length, window, **order)
-        else:
-            self._reader = read(self._split, num_lanes)
+        settings: dict[str, Any] = {"overlap": model.config.overlap, "whole_segments": whole_segments}
+        lengths = {"segment_length": segment_length, "window_length": window}
+        in_order = functools.partial(LanesReader, **lengths, **settings, shuffle=False, epochs=1)
+        self._reader = (read or in_order)(self._split, num_lanes)
         self.num_lanes = self._reader.num_lanes
         self._mesh = mesh
         self._lanes = lane_sharding(mesh, self.num_lanes)

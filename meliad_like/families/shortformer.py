@@ -10,12 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
+from meliad_like.families.layers import LayerNorm, dropout
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import (
-    LayerNorm,
     Linear,
     check_tokens,
-    dropout,
     dropout_multiplier,
     embed,
     fold_key,

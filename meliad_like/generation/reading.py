@@ -275,9 +275,8 @@ def save_state(path: str | Path, state: GenerationState, unfinished: bytes, iden
     try:
         write_whole(any_path(path), content.getvalue())
     except refusals() as error:
-        raise UserError(
-            f"cannot write the carry to {path}: {getattr(error, 'strerror', None) or one_line(error)}"
-        ) from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"cannot write the carry to {path}: {reason}") from None
 
 
 def load_state(path: str | Path, abstract_carry: Any, identity: dict[str, Any]) -> tuple[GenerationState, bytes]:

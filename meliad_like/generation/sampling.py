@@ -59,7 +59,9 @@ def sample(logits: Float[Array, "b v"], keys: PRNGKeyArray, config: SamplingConf
     Among equally likely tokens, lower ids count as more likely.
     """
     if config.temperature == 0:
-        return _most_likely(_grouped(logits))
+        groups = _grouped(logits)
+        group = jnp.argmax(jnp.max(groups, axis=-1), axis=-1)
+        return group * GROUP + jnp.argmax(_of_group(groups, group), axis=-1)
     logits = logits.astype(jnp.float32) / config.temperature
     if not config.top_k:
         return _sample(_grouped(logits), keys, config.top_p)
@@ -76,11 +78,6 @@ def _grouped(logits: Float[Array, "b v"]) -> Float[Array, "b g s"]:
     """
     padding = (0, 0), (0, -logits.shape[-1] % GROUP)
     return rearrange(jnp.pad(logits, padding, constant_values=-jnp.inf), "b (g s) -> b g s", s=GROUP)
-
-
-def _most_likely(logits: Float[Array, "b g s"]) -> Int[Array, " b"]:
-    group = jnp.argmax(jnp.max(logits, axis=-1), axis=-1)
-    return group * GROUP + jnp.argmax(_of_group(logits, group), axis=-1)
 
 
 def _sample(logits: Float[Array, "b g s"], keys: PRNGKeyArray, top_p: float) -> Int[Array, " b"]:

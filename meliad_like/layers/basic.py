@@ -102,10 +102,6 @@ def _rounded_product(x: Array, y: Array, dtype: Any) -> Array:
     return jnp.matmul(x.astype(rounded), y.astype(rounded), preferred_element_type=x.dtype)
 
 
-def _product_forward(x, kernel, dtype):
-    return _rounded_product(x, kernel, dtype), (x, kernel)
-
-
 def _product_backward(dtype, saved, cotangent):
     x, kernel = saved
     if not transposes_before_products():
@@ -119,7 +115,7 @@ def _product_backward(dtype, saved, cotangent):
 
 
 _product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2,))
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda x, kernel, dtype: (_rounded_product(x, kernel, dtype), (x, kernel)), _product_backward)
 
 
 def scores(x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
@@ -267,19 +263,6 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...]).astype(x.dtype).reshape(x.shape)
 
 
-class LayerNorm(RMSNorm):
-    """Layer norm with a learned scale and bias; its statistics are float32 whatever the dtype of `x`."""
-
-    def __init__(self, model_width: int, epsilon: float, *, rngs: nnx.Rngs):
-        super().__init__(model_width, epsilon, rngs=rngs)
-        self.bias = parameter(rngs.params(), jax.nn.initializers.zeros, (model_width,), ("model",), "bias")
-
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        y = rows(x).astype(jnp.float32)
-        y = over_root_mean_square(y - jnp.mean(y, axis=-1, keepdims=True), self.epsilon)
-        return (y * self.scale[...] + self.bias[...]).astype(x.dtype).reshape(x.shape)
-
-
 @jax.custom_jvp
 def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The larger of `x` and 0; its derivative needs only the result, which the next linear map keeps anyway."""
@@ -355,12 +338,6 @@ def kept_by_dropout(key: PRNGKeyArray | None, rate: float, shape: tuple[int, ...
 def multiplier_of(kept: Bool[Array, "..."] | None, rate: float, dtype: Any = jnp.float32) -> Array | None:
     """The array by which dropout multiplies, from the result of `kept_by_dropout`."""
     return None if kept is None else jnp.where(kept, 1.0 / (1.0 - rate), 0.0).astype(dtype)
-
-
-def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
-    """Dropout with an independent mask value for every element of `x`; without a key, `x` itself."""
-    multiplier = dropout_multiplier(key, rate, x.shape, x.dtype)
-    return x if multiplier is None else x * multiplier
 
 
 def tiled_dropout(x: Float[Array, "*batch n d"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*batch n d"]:

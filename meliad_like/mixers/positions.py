@@ -5,7 +5,6 @@ any length. Each is a config under a registered name (`DecoderConfig.position`) 
 Biases other than T5's are from the reference's newer code (google-research/meliad, `position*.py`).
 """
 
-import dataclasses
 import math
 from typing import ClassVar, Literal
 
@@ -183,23 +182,16 @@ class OrthogonalBias(nnx.Module):
         return jnp.einsum("sj,jh->hs", functions, self.coefficients[...], precision="highest")
 
 
-@dataclasses.dataclass(frozen=True)
+@POSITIONS.register("none")
 class PositionConfig:
-    """The base class of the configs of position strategies."""
+    """The strategy without positions, in which a window is a set of tokens without an order, and the base class of the
+    configs of the other strategies."""
 
     def check(self, head_size: int) -> None:
         """Raises a UserError if a decoder with heads of this size can't have the strategy."""
 
     def build(self, w: int, num_heads: int, *, rngs: nnx.Rngs) -> Position:
         """The strategy's module for one layer."""
-        raise NotImplementedError
-
-
-@POSITIONS.register("none")
-class NoPosition(PositionConfig):
-    """The strategy without positions: a window is a set of tokens without an order."""
-
-    def build(self, w, num_heads, *, rngs):
         return Position()
 
 

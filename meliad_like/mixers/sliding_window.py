@@ -20,7 +20,7 @@ from meliad_like.layers.flops import Flops
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer, MixerConfig, Traits
-from meliad_like.mixers.positions import NoPosition, Position
+from meliad_like.mixers.positions import Position, PositionConfig
 
 
 class TokenCache(NamedTuple):
@@ -83,7 +83,7 @@ class TokenHeads(nnx.Module):
         self.key, self.value, self.query = (Linear(d, inner, ("model", "heads"), rngs=rngs) for _ in range(3))
         scale = jax.nn.initializers.constant(attention_scale)
         self.attention_scale = parameter(rngs.params(), scale, (self.num_heads,), ("heads",), "scale")
-        position = shape.position if with_positions else NoPosition()
+        position = shape.position if with_positions else PositionConfig()
         self.position: Position = position.build(self.w, self.num_heads, rngs=rngs)
 
     @staticmethod

@@ -32,11 +32,6 @@ def entries_by_layer(layers: Sequence[str | Pair], num_layers: int) -> list[str]
     return entries
 
 
-def distinct_entries(layers: Sequence[str | Pair]) -> tuple[str, ...]:
-    """The different entries, in their order: the shortest stack with all kinds of layers."""
-    return tuple(dict.fromkeys(entry if isinstance(entry, str) else entry[1] for entry in layers))
-
-
 def split_pattern(layers: Sequence[str | Pair]) -> tuple[list[str], list[Pair]]:
     """The entries that are repeated, and the pairs behind them."""
     repeated = [entry for entry in layers if isinstance(entry, str)]

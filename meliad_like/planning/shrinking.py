@@ -12,7 +12,7 @@ from meliad_like.config.run import RunConfig, read_changes, with_changes
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig
 from meliad_like.models.config import ModelConfig
-from meliad_like.models.notation import Pair, distinct_entries, entries_by_layer, split_pattern
+from meliad_like.models.notation import Pair, entries_by_layer, split_pattern
 from meliad_like.registry import ScalesAs, configs_in
 from meliad_like.trackers import TensorBoard
 from meliad_like.vocabularies.base import BytesVocabularyConfig, FileVocabularyConfig, VocabularyConfig
@@ -106,6 +106,11 @@ def rule_of(config_class: type, field: dataclasses.Field) -> ScalesAs:
         name = f"{config_class.__name__}.{field.name}"
         raise TypeError(f"{name} must state how it scales: {field.name}: int = size({field.default}, RULE)")
     return rule or "fixed"
+
+
+def distinct_entries(layers: Sequence[str | Pair]) -> tuple[str, ...]:
+    """The different entries, in their order: the shortest stack with all kinds of layers."""
+    return tuple(dict.fromkeys(entry if isinstance(entry, str) else entry[1] for entry in layers))
 
 
 def smaller_pattern(layers: Sequence[str | Pair], num_layers: int, divisor: int, fewer: int) -> tuple[str | Pair, ...]:

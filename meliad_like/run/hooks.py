@@ -44,7 +44,7 @@ def _make_evaluator(setup: StageSetup) -> tuple[Evaluator, bool]:
     if reads_a_beginning := limit is not None and bool(documents.lengths.min() > limit):
         documents = documents.beginnings(setup.store.vocabulary, limit, sys.maxsize)
     options = {"max_tokens": limit, "documents": documents}
-    return make_evaluator(setup.run, setup.model, setup.store, split, setup.mesh, **options), reads_a_beginning
+    return make_evaluator(setup.run, setup.model, setup.store, split, setup.program.mesh, **options), reads_a_beginning
 
 
 def _make_generator(setup: StageSetup, params: Any) -> Generator:
@@ -89,7 +89,7 @@ def sampling_hook(setup: StageSetup, folder: epath.Path) -> Callable[[int, Train
     def write(step: int, state: TrainState) -> None:
         split = setup.store.split(run.training.evaluate_split)
         prompt = split.tokens(0, 0, min(run.data.segment_length, int(split.lengths[0]) - 1))
-        generator = _make_generator(setup, jax.device_put(state.params, replicated(setup.mesh)))
+        generator = _make_generator(setup, jax.device_put(state.params, replicated(setup.program.mesh)))
         tokens = generator.continuation(prompt, run.training.sample_tokens, seed=step)
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)

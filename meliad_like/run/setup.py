@@ -50,10 +50,6 @@ class StageSetup(NamedTuple):
     def model(self) -> Model:
         return self.program.model
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.program.mesh
-
     def begin_stage(self, state: TrainState) -> TrainState:
         """The last state of the stage before, with an empty carry for the lanes of this stage."""
         shardings = jax.tree.map(lambda x: x.sharding, self.program.abstract_state.carry)
@@ -130,14 +126,14 @@ def starting_state(setup: StageSetup, checkpoints: Checkpoints, load_dir: str | 
         )
         check_same(checkpoints.folder, earlier, current)
         # The state after the last finite step was saved, so that a halted run can be resumed with another policy.
-        return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.mesh)))
+        return state._replace(halted=jax.device_put(jnp.zeros((), bool), replicated(setup.program.mesh)))
     state = setup.program.initialise()
     if load_dir is None:
         return state
     model = setup.whole_run.model
     # Some published models open as either of two kinds.
     changes = read_changes(values={"RunConfig.model": MODELS.name_of(model)})
-    opened = open_model(load_dir, changes=changes, mesh=setup.mesh)
+    opened = open_model(load_dir, changes=changes, mesh=setup.program.mesh)
     setup.store.check_vocabulary(opened.vocabulary.fingerprint, f"the model in {load_dir}")
     if not model.extends(opened.run.model):
         way_out = "train the model of the checkpoint, or choose another one"

@@ -16,7 +16,7 @@ from meliad_like.optimization.optimizers import applied_rate
 from meliad_like.optimization.schedules import make_schedule
 from meliad_like.run.setup import StageSetup
 from meliad_like.training.hardware import peak_flops, peak_memory_bytes
-from meliad_like.training.metrics import MetricsWriter
+from meliad_like.training.loop import Session
 from meliad_like.training.step import StepMetrics, TrainState
 
 FEW_LANES = 16
@@ -68,19 +68,17 @@ def reading_report(setups: Sequence[StageSetup]) -> list[str]:
 class StepLog:
     """The log of a stage's steps. It writes the averages of the steps between two logs."""
 
-    def __init__(self, setup: StageSetup, writer: MetricsWriter, save: Callable[[int, TrainState], None], workdir: Any):
-        """`save` saves the state before a step that is not finite; messages name the `workdir`."""
+    def __init__(self, setup: StageSetup, session: Session, batches: BatchIterator, save: Callable[[int, Any], None]):
+        """Starts the clock, after compilation. `save` saves the state before a step that is not finite."""
         run = setup.run
-        self._setup, self._writer, self._save, self._workdir = setup, writer, save, workdir
+        self._setup, self._writer, self._workdir = setup, session.writer, session.folder
+        self._batches, self._save = batches, save
         self._learning_rate = applied_rate(run.optimizer, make_schedule(run.schedule, run.training.num_steps))
         self._epochs_per_step = epochs_per_step(setup)
         self._bytes_per_token = run.data.bytes_per_target([store.totals("train") for store in setup.stores])
         self._flops_per_token = setup.model.flops.training
         self._peak_flops = peak_flops(run.model.activation_dtype) * jax.device_count()
-
-    def start(self, batches: BatchIterator) -> None:
-        """Starts the clock, after compilation."""
-        self._batches, self._num_steps, self._seconds_out, self._waited = batches, 0, 0.0, 0.0
+        self._num_steps, self._seconds_out, self._waited = 0, 0.0, 0.0
         self._began = time.perf_counter()
 
     def report(self, step: int, metrics: StepMetrics, state: TrainState) -> None:

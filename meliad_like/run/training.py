@@ -131,11 +131,10 @@ def _train_stage(
     """Trains until the stage's last step; returns the state, and whether SIGTERM or Ctrl-C came before."""
     run, stage, step = setup.run, setup.stage, int(state.step)
     folder, writer = epath.Path(session.folder), session.writer
-    log = StepLog(setup, writer, save, folder)
     train_step = setup.program.compile_step()
-    lanes = lane_sharding(setup.mesh, setup.reader.num_lanes)
+    lanes = lane_sharding(setup.program.mesh, setup.reader.num_lanes)
     with load_batches(setup.reader, lanes, step - stage.first_step) as batches:
-        log.start(batches)
+        log = StepLog(setup, session, batches, save)
         return run_steps(
             session,
             train_step,

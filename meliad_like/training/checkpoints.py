@@ -127,8 +127,10 @@ class Checkpoints:
         if not targets["rest"]:
             del targets["rest"]
             # For reading, in any dtype.
-            shapes = {name: _without_dtype(shape) for name, shape in shapes.items() if _is_parameter(name)}
-            expected = {name: _without_dtype(shape) for name, shape in expected.items()}
+            shapes, expected = (
+                {name: shape[shape.index("[") :] for name, shape in each.items() if name.startswith("params/")}
+                for each in (shapes, expected)
+            )
         way_out = "choose another folder, or a run with the same parameters and optimizer"
         check_same(self.folder / str(step), shapes, expected, way_out=way_out)
         restored = self._manager.restore(
@@ -301,19 +303,11 @@ def _shapes(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
 
 
-def _without_dtype(shape: str) -> str:
-    return shape[shape.index("[") :]
-
-
 def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Nested dictionaries of the parameters, and of the other arrays."""
-    params = {name: array for name, array in arrays.items() if _is_parameter(name)}
+    params = {name: array for name, array in arrays.items() if name.startswith("params/")}
     rest = {name: array for name, array in arrays.items() if name not in params}
     return unflatten_dict(params, sep="/"), unflatten_dict(rest, sep="/")
-
-
-def _is_parameter(name: str) -> bool:
-    return name.startswith("params/")
 
 
 MANIFEST = "manifest.json"

@@ -14,7 +14,7 @@ from meliad_like.layers.feedforward import FeedForwardConfig, GatedFeedForward, 
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.mixers.base import DecoderShape
-from meliad_like.mixers.positions import NoPosition
+from meliad_like.mixers.positions import PositionConfig
 from meliad_like.models.config import MODELS, ActivationDtype, ModelConfig, ModelTraits, Remat
 from meliad_like.models.model import block_offset
 from meliad_like.registry import bound_values, kind_field, resumable, size
@@ -186,7 +186,7 @@ class PretrainedConfig(ModelConfig):
         """The sizes of the decoder."""
         layers, networks = ((self.attention,),) * self.num_layers, (self.network,) * self.num_layers
         bias, none = self.architecture == "gpt2", {"attention_kernel": "none", "recurrence_kernel": "none"}
-        none |= {"position": NoPosition(), "mask_empty_cache": True}
+        none |= {"position": PositionConfig(), "mask_empty_cache": True}
         return DecoderShape.of(self, layers=layers, feedforwards=networks, feedforward_bias=bias, **none)
 
     def flops(self, vocabulary_size: int) -> Flops:

@@ -13,16 +13,15 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from meliad_like.families.layers import LayerNorm, dropout
 from meliad_like.families.pretrained.attention import INSERTED
 from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.families.pretrained.recurrence import Recurrence
 from meliad_like.layers.basic import (
     LINEAR,
-    LayerNorm,
     Linear,
     RMSNorm,
     check_tokens,
-    dropout,
     embed,
     fold_key,
     parameter,
