@@ -24,7 +24,7 @@ SIZE = flags.DEFINE_string("size", "size/quickstart.gin", "Gin file of the model
 SEGMENT = flags.DEFINE_integer("segment", 512, "Tokens of a segment.")
 LANES = flags.DEFINE_integer("lanes", 4, "Segments of a step.")
 REPEATS = flags.DEFINE_integer("repeats", 20, "Timed steps of each mixer.", lower_bound=1)
-GIN_PARAM = flags.DEFINE_multi_string("gin_param", [], "Bindings for all models.")
+GIN_PARAM = flags.DEFINE_multi_string("gin_param", ["DecoderConfig.window_length = 64"], "Bindings for all models.")
 
 
 def parse(mixer: str) -> config.RunConfig:
