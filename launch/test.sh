@@ -13,5 +13,5 @@ if (($# == 0)); then
 elif [[ "$1" == --all ]]; then
     shift
 fi
-say "Running the tests on three processes"
-exec python -m pytest -n 3 --dist worksteal -q "$@"
+say "Running the tests on four processes"
+exec python -m pytest -n 4 --dist worksteal -q "$@"

@@ -4,6 +4,7 @@ With the parameter names of google-research/meliad; shares no code with the pack
 """
 
 import numpy as np
+from decoders import mixer_of
 
 from meliad_like.mixers.external_memory import ExternalMemory
 from meliad_like.mixers.positions import POSITIONS
@@ -46,9 +47,9 @@ def rotate(x, position):
 
 class DenseModel:
     def __init__(self, config, theirs):
-        self.recurrent = config.mixer(RecurrentStates) or RecurrentStates()
-        self.feedback = config.mixer(StateReader) is not None
-        self.memory = config.mixer(ExternalMemory) or ExternalMemory()
+        self.recurrent = mixer_of(config, RecurrentStates) or RecurrentStates()
+        self.feedback = mixer_of(config, StateReader) is not None
+        self.memory = mixer_of(config, ExternalMemory) or ExternalMemory()
         self.position = POSITIONS.name_of(config.position)
         self.config, self.theirs = config, {name: value.astype(np.float64) for name, value in theirs.items()}
         self.layers = [

@@ -80,7 +80,7 @@ NEWER = {
 }
 
 
-@pytest.mark.parametrize(("name", "bias"), zip(NEWER, [True, False]))
+@pytest.mark.parametrize(("name", "bias"), list(zip(NEWER, [True, False])))
 def test_files_of_the_newer_stack_there_and_back(name, bias, tmp_path):
     config = dataclasses.replace(NEWER[name], feedforward_bias=bias, num_layers=3)
     params = Model(config, V).init(jax.random.key(0))

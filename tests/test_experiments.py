@@ -154,7 +154,7 @@ def test_steps_are_timed_alternately():
     run = SimpleNamespace(model=SimpleNamespace(activation_dtype="float32"), data=SimpleNamespace(tokens_per_step=10))
 
     class Step:
-        model, memory_bytes, compile_seconds = SimpleNamespace(training_flops_per_token=100.0), 7, 1.5
+        model, memory_bytes, compile_seconds = SimpleNamespace(flops=SimpleNamespace(training=100.0)), 7, 1.5
 
         def __init__(self, name: str):
             self.name, self.run, self.seconds = name, run, []
