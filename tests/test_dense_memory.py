@@ -70,6 +70,7 @@ def test_several_pieces_and_segments_are_attention_to_all_tokens(piece, horizon,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradient, expected)
 
 
+@pytest.mark.thorough
 def test_a_doubled_input_is_added_once_more():
     plain, params = make()
     doubled, tokens = Model(dataclasses.replace(plain.config, doubled_inputs=(-1,)), V), tokens_of(1, 2)

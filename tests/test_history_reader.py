@@ -183,6 +183,7 @@ def without_model(bindings):
     return [binding for binding in bindings if not binding.startswith(("RunConfig.model", "PretrainedConfig."))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [SLIDE, SHORTFORMER], ids=["slide", "shortformer"])
 def test_other_families_are_trained_and_evaluated(place, model, tmp_path):
     bindings = [*without_model(place[1]), *READER, *model, "MeshConfig.data = 1", "TrainingConfig.evaluate_every = 2"]

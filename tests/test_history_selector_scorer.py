@@ -38,6 +38,7 @@ def all_scores(scorer, document=DOCUMENT):
     return [scorer.scores(document, stride, candidates(stride, HISTORY)) for stride in selecting(len(document))]
 
 
+@pytest.mark.thorough
 def test_scores_are_those_of_the_texts(folders):
     opened = open_selector(folders / "prefix")
     opened.batch_size = 8

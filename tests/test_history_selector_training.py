@@ -118,6 +118,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_equals_an_uninterrupted_one(undisturbed, tmp_path, monkeypatch):
     report = SelectorTraining.report
 

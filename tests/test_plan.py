@@ -31,6 +31,7 @@ def planned(run):
     return list(estimates(run, 256, Topology("cpu:8", jax.devices(), "cpu")))
 
 
+@pytest.mark.thorough
 def test_parts_equal_a_hand_count(run, planned):
     training, evaluation, decoding = planned
     assert [estimate.name for estimate in planned] == ["training", "evaluation", "decoding"]

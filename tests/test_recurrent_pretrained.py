@@ -202,6 +202,7 @@ def test_going_on_from_blocks_token_by_token():
     assert -jax.nn.log_softmax(logits)[0, TOKENS[3 * W + 1]] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_what_depends_on_what():
     model, params = make(**RECURRENT)
     start = np.array([[True, False, False, True]])

@@ -175,6 +175,7 @@ def test_no_gradient_from_the_block_before():
     assert_same(both, gradient(tokens[:, W:], carry, starts(1, 1)))
 
 
+@pytest.mark.thorough
 def test_dropout_is_drawn_by_key_and_everywhere_or_nowhere():
     model, params = make("shortformer")
     tokens, carry = tokens_of(1, 2), begin(model, params, 1)

@@ -90,6 +90,7 @@ def test_the_step_is_gradient_descent_on_the_sum_over_targets_by_positions_of_th
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), summed, movement(batch))
 
 
+@pytest.mark.thorough
 def test_the_z_loss_is_not_in_the_metrics(fresh, batches):
     """Its gradient is that of the squared logarithms of the softmax's sums, over the positions of the batch."""
     batch = batches[0]

@@ -140,6 +140,7 @@ def test_a_stop_between_two_logs_changes_no_row(bindings, tmp_path, monkeypatch)
     assert rows(tmp_path / "a") == rows(tmp_path / "b") and len(rows(tmp_path / "a")) == 2
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_is_no_part_of_the_averages(bindings, poisoned_step, tmp_path):
     run = parse(bindings, "TrainingConfig.log_every = 6", files=("option/skip_nonfinite.gin",))
     assert train(run, tmp_path) == 0
