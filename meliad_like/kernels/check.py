@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from meliad_like.errors import one_line
 from meliad_like.layers.backend import platform
 
 MOST_TIMES = 2
@@ -61,7 +62,7 @@ def _problem(kernel: str, dtype: str, trial: Trial, planned: bool) -> str | None
             return None
         results = _results(run, make_inputs)
     except Exception as error:  # whatever a compiler that refuses a kernel, or a device that stops in it, raises
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
         return f"{trial.name}: it does not compile or run ({reason})"
     default = _results(*trial.make("none", dtype))
     with jax.default_matmul_precision("highest"):
