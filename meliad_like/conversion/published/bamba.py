@@ -1,8 +1,8 @@
 """Bamba (`model_type` bamba): Mamba-2, and in some layers full attention with positions on half of a head."""
 
-from meliad_like.conversion.published.family import Family, register
+from meliad_like.conversion.published.family import Family, places_of_attention, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
-from meliad_like.conversion.published.parts import attention, places_of_attention, rotary, stack
+from meliad_like.conversion.published.parts import attention, rotary, stack
 from meliad_like.mixers.mamba2 import Mamba2
 
 
@@ -14,7 +14,7 @@ class BambaFamily(Family):
     network = "feed_forward"
 
     def decoder(self, fields):
-        layers, d, f, h = fields.sizes("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        [layers] = fields.sizes("num_hidden_layers")
         fields.only("hidden_act", "silu", "swish")
         fields.without_effect("num_logits_to_keep", "z_loss_coefficient")
         epsilon, full = fields("rms_norm_eps", float, 1e-5), fields("attn_layer_indices", tuple[int, ...], ())
@@ -22,17 +22,11 @@ class BambaFamily(Family):
             "attention": attention(fields, **rotary(fields, share=0.5)),
             "recurrent": recurrence_of_hybrid(fields, norm_epsilon=epsilon),
         }
-        return stack(
-            fields,
+        kinds, bias = (
             ["attention" if i in full else "recurrent" for i in range(layers)],
-            mixers,
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
-            head_size=d // h,
-            feedforward_bias=fields("mlp_bias", bool, False),
-            norm_epsilon=epsilon,
+            fields("mlp_bias", bool, False),
         )
+        return stack(fields, kinds, mixers, feedforward_bias=bias, norm_epsilon=epsilon)
 
     def in_layer(self, fields, config, mixers, ours, theirs):
         [mixer] = mixers

@@ -1,11 +1,10 @@
 """Falcon-H1 (`model_type` falcon_h1): in every layer Mamba-2 and full attention side by side, and many multipliers."""
 
-from meliad_like.conversion.published.family import Family, gated_network, register
+from meliad_like.conversion.published.family import Family, gated_network, places_of_attention, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
-from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, rotary
+from meliad_like.conversion.published.parts import attention, decoder, rotary
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
-from meliad_like.models.decoder import DecoderConfig
 
 
 def factor(fields, name: str) -> float:
@@ -30,7 +29,7 @@ class FalconH1Family(Family):
     norms = "input_layernorm", "pre_ff_layernorm"
 
     def decoder(self, fields):
-        layers, d, f, h = fields.sizes("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        layers, d, h = fields.sizes("num_hidden_layers", "hidden_size", "num_attention_heads")
         fields.only("hidden_act", "silu", "swish")
         # A field of older files, with the only value that there is.
         fields.only("mamba_use_mlp", True)
@@ -47,20 +46,15 @@ class FalconH1Family(Family):
             norm_epsilon=epsilon,
             output_bias=of_outputs,
         )
-        return DecoderConfig(
-            num_layers=layers,
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
+        return decoder(
+            fields,
+            ["dot_product_attention+mamba2+gated_feedforward"] * layers,
+            (full, mamba),
             head_size=fields("head_dim", int, d // h),
-            pattern=("dot_product_attention+mamba2+gated_feedforward",),
-            mixers=(full, mamba),
             feedforward_bias=of_network,
             embedding_scale=factor(fields, "embedding_multiplier"),
             logit_scale=factor(fields, "lm_head_multiplier"),
             norm_epsilon=epsilon,
-            tied_embedding=fields("tie_word_embeddings", bool, False),
-            window_length=BLOCK,
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):
@@ -69,35 +63,19 @@ class FalconH1Family(Family):
         of_gate, of_network = factors(fields, "mlp_multipliers", 2)
         into_mamba, from_mamba = (factor(fields, f"ssm_{name}_multiplier") for name in ("in", "out"))
         into_attention, from_attention = (factor(fields, f"attention_{name}_multiplier") for name in ("in", "out"))
+        of_full = {"of_keys": factor(fields, "key_multiplier"), "of_input": into_attention, "of_output": from_attention}
+        of_mamba = {"of_input": into_mamba, "of_output": from_mamba}
+        of_parts = factors(fields, "ssm_multipliers", 5)
         both = (
-            places_of_attention(
-                full,
-                ours,
-                f"{theirs}self_attn.",
-                of_keys=factor(fields, "key_multiplier"),
-                of_input=into_attention,
-                of_output=from_attention,
-            ),
-            places_of_mamba2(
-                mamba,
-                config.shape,
-                ours,
-                f"{theirs}mamba.",
-                factors(fields, "ssm_multipliers", 5),
-                of_input=into_mamba,
-                of_output=from_mamba,
-            ),
+            places_of_attention(full, ours, f"{theirs}self_attn.", **of_full),
+            places_of_mamba2(mamba, config.shape, ours, f"{theirs}mamba.", of_parts, **of_mamba),
         )
         output, widths = f"{ours}output/kernel", [mixer.width(config.shape) for mixer in mixers]
-        network = gated_network(
-            f"{ours}feedforward/network/", f"{theirs}feed_forward.", gate=of_gate, output=of_network
-        )
-        return (
-            both[0]
-            | both[1]
-            | network
-            | {
-                output: tuple(places[output]._replace(size=size) for places, size in zip(both, widths)),
-                f"{ours}output/bias": both[mamba.output_bias][f"{ours}output/bias"],
-            }
-        )
+        network = f"{ours}feedforward/network/", f"{theirs}feed_forward."
+        return {
+            **both[0],
+            **both[1],
+            **gated_network(*network, gate=of_gate, output=of_network),
+            output: tuple(places[output]._replace(size=size) for places, size in zip(both, widths)),
+            f"{ours}output/bias": both[mamba.output_bias][f"{ours}output/bias"],
+        }

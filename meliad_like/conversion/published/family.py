@@ -15,6 +15,7 @@ from meliad_like.config import fit
 from meliad_like.conversion.parameters import fill
 from meliad_like.errors import UserError
 from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.mixers.base import MIXERS, MixerConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.training.checkpoints import named_arrays
 
@@ -145,6 +146,27 @@ def gated_network(ours: str, theirs: str, *, gate: float = 1.0, output: float = 
     )
 
 
+def places_of_attention(
+    mixer: MixerConfig,
+    ours: str,
+    theirs: str,
+    *,
+    of_keys: float = 1.0,
+    of_input: float = 1.0,
+    of_output: float = 1.0,
+    norm_offset: float = 0.0,
+) -> dict[str, Any]:
+    """The places of a layer's attention and output, with factors on keys, input and output. `ours` is the beginning of
+    the layer's names, and `theirs` of those of their module."""
+    path = f"{ours}mixers/{MIXERS.name_of(mixer)}/"
+    places = linear(f"{ours}output", f"{theirs}o_proj", of_output)
+    for name, factor in (("query", 1.0), ("key", of_keys), ("value", 1.0)):
+        places |= linear(f"{path}{name}", f"{theirs}{name[0]}_proj", factor, of_input=of_input)
+    for name in ("query", "key"):
+        places[f"{path}{name}_scale"] = Part(f"{theirs}{name[0]}_norm.weight", offset=norm_offset)
+    return places
+
+
 class Family:
     """A family of published models. `register` adds it to `FAMILIES`."""
 
@@ -183,9 +205,9 @@ class Family:
     def in_layer(
         self, fields: Fields, config: AnyConfig, mixers: Sequence[Any], ours: str, theirs: str
     ) -> dict[str, Any]:
-        """The places of a layer's mixers and output, and what differs from the class's names. `ours` and `theirs` are
-        the beginnings of all names in the layer."""
-        raise NotImplementedError
+        """The places of a layer's mixers and output, by default of attention, and what differs from the class's names.
+        `ours` and `theirs` are the beginnings of all names in the layer."""
+        return places_of_attention(mixers[0], ours, f"{theirs}self_attn.")
 
     def places(self, fields: Fields, config: AnyConfig) -> Places:
         """The places of all parameters; those that the decoder lacks are not used."""

@@ -1,11 +1,9 @@
 """Gemma 3 (`model_type` gemma3_text): attention to windows, and in every sixth layer full attention; norms around."""
 
-from meliad_like.conversion.published.family import Family, register
-from meliad_like.conversion.published.parts import attention, layer_types, places_of_attention, rotary, stack
+from meliad_like.conversion.published.family import Family, places_of_attention, register
+from meliad_like.conversion.published.parts import WINDOWS, attention, layer_types, rotary, stack
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import LocalAttention
-
-KINDS = {"sliding_attention": "window", "full_attention": "full"}
 
 
 @register
@@ -17,14 +15,7 @@ class Gemma3Family(Family):
     second_norms = "post_attention_layernorm", "post_feedforward_layernorm"
 
     def decoder(self, fields):
-        layers, d, f, h, g, k = fields.sizes(
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
+        layers, d, g, k = fields.sizes("num_hidden_layers", "hidden_size", "num_key_value_heads", "head_dim")
         fields.only("hidden_activation", "gelu_pytorch_tanh")
         fields.without_effect("cache_implementation")
         epsilon, every = fields("rms_norm_eps", float, 1e-6), fields("sliding_window_pattern", int, 6)
@@ -41,12 +32,9 @@ class Gemma3Family(Family):
         default = ["window" if (i + 1) % every else "full" for i in range(layers)]
         return stack(
             fields,
-            layer_types(fields, default, KINDS),
+            layer_types(fields, default, WINDOWS),
             mixers,
             tied=True,
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
             head_size=k,
             feedforwards=(GatedFeedForward(activation="gelu_tanh"),),
             embedding_scale=d**0.5,

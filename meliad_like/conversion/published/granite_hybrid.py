@@ -1,8 +1,8 @@
 """Granite 4.0 H, dense (`model_type` granitemoehybrid without experts): Mamba-2, and in some layers full attention."""
 
-from meliad_like.conversion.published.family import Family, linear, register
+from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
-from meliad_like.conversion.published.parts import attention, layer_types, places_of_attention, rotary, stack
+from meliad_like.conversion.published.parts import attention, layer_types, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
 
@@ -16,20 +16,15 @@ class GraniteHybridFamily(Family):
     def decoder(self, fields):
         if (experts := fields("num_local_experts", int, 8)) != 0:
             raise UserError(f"{fields.owner}: we have no mixtures of experts, and num_local_experts = {experts}")
-        layers, d, f, h = fields.sizes(
-            "num_hidden_layers", "hidden_size", "shared_intermediate_size", "num_attention_heads"
-        )
+        layers, f = fields.sizes("num_hidden_layers", "shared_intermediate_size")
         fields.only("hidden_act", "silu", "swish")
         fields.only("position_embedding_type", "rope", "nope")
         positions = rotary(fields)
         if fields.saved.get("position_embedding_type") != "rope":
             positions = {"rotary_share": 0.0}
         fields.without_effect(
-            "intermediate_size",
-            "normalization_function",
-            "num_experts_per_tok",
-            "output_router_logits",
-            "router_aux_loss_coef",
+            *("intermediate_size", "normalization_function", "num_experts_per_tok"),
+            *("output_router_logits", "router_aux_loss_coef"),
         )
         epsilon = fields("rms_norm_eps", float, 1e-6)
         mixers = {
@@ -40,10 +35,7 @@ class GraniteHybridFamily(Family):
             fields,
             layer_types(fields, ["recurrent"] * layers),
             mixers,
-            model_width=d,
             feedforward_width=f,
-            num_heads=h,
-            head_size=d // h,
             embedding_scale=fields("embedding_multiplier", float, 1.0),
             logit_scale=1 / fields("logits_scaling", float, 1.0),
             norm_epsilon=epsilon,

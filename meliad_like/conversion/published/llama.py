@@ -1,7 +1,7 @@
 """Llama and Mistral (`model_type` llama and mistral), which read by windows, or as decoders that carry."""
 
-from meliad_like.conversion.published.family import Family, register
-from meliad_like.conversion.published.parts import CONSTANTS, FULL_SPAN, attention, places_of_attention, rotary, stack
+from meliad_like.conversion.published.family import Family, places_of_attention, register
+from meliad_like.conversion.published.parts import CONSTANTS, FULL_SPAN, attention, rotary, stack
 from meliad_like.conversion.published.windows import read_config
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import DotProductAttention

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear, number, register
-from meliad_like.conversion.published.parts import BLOCK
+from meliad_like.conversion.published.parts import decoder
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import DecoderShape
 from meliad_like.mixers.mamba2 import Mamba2
@@ -84,34 +84,18 @@ class Mamba2Family(Family):
         return tensor.replace("backbone.embedding.", "backbone.embeddings.")
 
     def decoder(self, fields):
-        layers, d, h, p = fields.sizes("num_hidden_layers", "hidden_size", "num_heads", "head_dim")
+        layers, h, p = fields.sizes("num_hidden_layers", "num_heads", "head_dim")
         epsilon = fields("layer_norm_epsilon", float, 1e-5)
         sizes = ("num_heads", "state_size", "n_groups", "conv_kernel", "head_dim")
         fields.only("hidden_act", "silu", "swish")
         fields.without_effect(
-            "chunk_size",
-            "expand",
-            "norm_before_gate",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "rms_norm",
-            "time_step_floor",
-            "time_step_max",
-            "time_step_min",
-            "time_step_rank",
+            *("chunk_size", "expand", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm"),
+            *(f"time_step_{name}" for name in ("floor", "max", "min", "rank")),
         )
-        return DecoderConfig(
-            num_layers=layers,
-            model_width=d,
-            num_heads=h,
-            head_size=p,
-            pattern=("mamba2",),
-            mixers=(recurrence(fields, sizes, "use_bias", "use_conv_bias", norm_epsilon=epsilon),),
-            logit_scale=1.0,
-            norm_epsilon=epsilon,
-            tied_embedding=fields("tie_word_embeddings", bool, False),
-            window_length=BLOCK,
-        )
+        mixer = recurrence(fields, sizes, "use_bias", "use_conv_bias", norm_epsilon=epsilon)
+        # There are no networks, whose width is our default.
+        unused = {"feedforward_width": DecoderConfig.feedforward_width}
+        return decoder(fields, ["mamba2"] * layers, (mixer,), num_heads=h, head_size=p, norm_epsilon=epsilon, **unused)
 
     def in_layer(self, fields, config, mixers, ours, theirs):
         return places_of_mamba2(mixers[0], config.shape, ours, f"{theirs}mixer.")

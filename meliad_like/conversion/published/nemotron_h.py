@@ -1,12 +1,11 @@
 """Nemotron-H without experts (`model_type` nemotron_h): layers of Mamba-2, of attention or of a network alone."""
 
-from meliad_like.conversion.published.family import Family, linear, register
+from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
-from meliad_like.conversion.published.parts import BLOCK, attention, places_of_attention, shortest_period
+from meliad_like.conversion.published.parts import attention, decoder
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import PlainFeedForward
 from meliad_like.mixers.mamba2 import Mamba2
-from meliad_like.models.decoder import DecoderConfig
 
 LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The names of kinds of layers in newer files, by those in older ones."""
@@ -33,9 +32,7 @@ class NemotronHFamily(Family):
         return None if tensor.startswith("mtp.") else tensor
 
     def decoder(self, fields):
-        d, f, h, g, k = fields.sizes(
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"
-        )
+        g, k = fields.sizes("num_key_value_heads", "head_dim")
         kinds = fields("layers_block_type", tuple[str, ...], ())
         kinds = kinds or [LAYERS.get(kind, kind) for kind in fields("hybrid_override_pattern", str)]
         if unknown := [kind for kind in kinds if kind not in ENTRIES]:
@@ -58,20 +55,14 @@ class NemotronHFamily(Family):
             "mamba2": recurrence(fields, sizes, "use_bias", "use_conv_bias", norm_epsilon=epsilon),
         }
         entries = [ENTRIES[kind] for kind in kinds]
-        return DecoderConfig(
-            num_layers=len(kinds),
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
+        return decoder(
+            fields,
+            entries,
+            [mixers[entry] for entry in sorted(set(entries)) if entry in mixers],
             head_size=k,
-            pattern=shortest_period(entries),
-            mixers=tuple(mixers[entry] for entry in sorted(set(entries)) if entry in mixers),
             feedforwards=(PlainFeedForward("squared_relu"),) * ("feedforward" in entries),
             feedforward_bias=fields("mlp_bias", bool, False),
-            logit_scale=1.0,
             norm_epsilon=epsilon,
-            tied_embedding=fields("tie_word_embeddings", bool, False),
-            window_length=BLOCK,
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):

@@ -2,15 +2,8 @@
 
 import re
 
-from meliad_like.conversion.published.family import Family, Part, register
-from meliad_like.conversion.published.parts import (
-    attention,
-    layer_types,
-    places_of_attention,
-    places_of_delta_rule,
-    rotary,
-    stack,
-)
+from meliad_like.conversion.published.family import Family, Part, places_of_attention, register
+from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 
@@ -48,7 +41,7 @@ class OlmoHybridFamily(Family):
         return [tensor.replace("conv1d", f"{name}_conv1d") for name in "qkv"]
 
     def decoder(self, fields):
-        layers, d, f, h = fields.sizes("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        layers, d, h = fields.sizes("num_hidden_layers", "hidden_size", "num_attention_heads")
         key_heads, value_heads = (fields(f"linear_num_{name}_heads", int, h) for name in ("key", "value"))
         if value_heads % key_heads:
             raise UserError(f"linear_num_value_heads={value_heads} must be a multiple of {key_heads=}")
@@ -76,10 +69,6 @@ class OlmoHybridFamily(Family):
             fields,
             kinds,
             mixers,
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
-            head_size=d // h,
             norms_after=tuple(i for i, kind in enumerate(kinds) if kind == "attention"),
             norm_epsilon=epsilon,
         )

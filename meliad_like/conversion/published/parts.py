@@ -20,6 +20,8 @@ BLOCK = 128
 FULL_SPAN = 8192
 """The default number of tokens that full attention sees: all up to here are cached. Another one is
 `DotProductAttention.span`. The positions that a model states (`max_position_embeddings`) have no effect on it."""
+SIZES = {"model_width": "hidden_size", "feedforward_width": "intermediate_size", "num_heads": "num_attention_heads"}
+"""The usual fields of the sizes of a decoder."""
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """The ends of names of masks and wavelengths that older versions saved with the parameters; the config has them."""
 ROTARY: dict[str, str] = TABLES["rotary"]
@@ -34,27 +36,6 @@ def attention(fields: Fields, kind: type = DotProductAttention, **others: Any) -
     bias, heads = fields("attention_bias", bool, False), fields("num_attention_heads", int)
     usual = {"span": FULL_SPAN, "input_bias": bias, "output_bias": bias}
     return kind(**usual | {"num_key_heads": fields("num_key_value_heads", int, heads)} | others)
-
-
-def places_of_attention(
-    mixer: MixerConfig,
-    ours: str,
-    theirs: str,
-    *,
-    of_keys: float = 1.0,
-    of_input: float = 1.0,
-    of_output: float = 1.0,
-    norm_offset: float = 0.0,
-) -> dict[str, Any]:
-    """The places of a layer's attention and output, with factors on keys, input and output. `ours` is the beginning of
-    the layer's names, and `theirs` of those of their module."""
-    path = f"{ours}mixers/{MIXERS.name_of(mixer)}/"
-    places = linear(f"{ours}output", f"{theirs}o_proj", of_output)
-    for name, factor in (("query", 1.0), ("key", of_keys), ("value", 1.0)):
-        places |= linear(f"{path}{name}", f"{theirs}{name[0]}_proj", factor, of_input=of_input)
-    for name in ("query", "key"):
-        places[f"{path}{name}_scale"] = Part(f"{theirs}{name[0]}_norm.weight", offset=norm_offset)
-    return places
 
 
 def places_of_delta_rule(
@@ -127,17 +108,24 @@ def _scaling(saved: dict[str, Any], owner: str) -> RotaryScaling:
     return ROTARY_SCALINGS[kind](**fields)
 
 
-def stack(
-    fields: Fields, kinds: Sequence[str], mixers: Mapping[str, MixerConfig], *, tied: bool = False, **others: Any
-) -> DecoderConfig:
-    """The decoder whose layers are of these kinds, with a gated network in each. `mixers` are those of the kinds,
-    `tied` is whether logits share the embedding where the file doesn't say it, `others` are further fields."""
+def stack(fields: Fields, kinds: Sequence[str], mixers: Mapping[str, MixerConfig], **others: Any) -> DecoderConfig:
+    """The decoder whose layers are of these kinds, with a gated network in each. `mixers` are those of the kinds."""
     entries = [f"{MIXERS.name_of(mixers[kind])}+gated_feedforward" for kind in kinds]
+    return decoder(fields, entries, [mixers[kind] for kind in sorted(set(kinds))], **others)
+
+
+def decoder(
+    fields: Fields, entries: Sequence[str], mixers: Sequence[MixerConfig], *, tied: bool = False, **others: Any
+) -> DecoderConfig:
+    """The decoder whose layers have these entries (`DecoderConfig.pattern`). `others` are further fields of it, also in
+    place of the usual sizes; `tied` is whether logits share the embedding where the file doesn't say it."""
+    sizes = {ours: fields.sizes(theirs)[0] for ours, theirs in SIZES.items() if ours not in others}
+    sizes |= others
     return DecoderConfig(
-        **{"logit_scale": 1.0} | others,
-        num_layers=len(kinds),
+        **{"logit_scale": 1.0, "head_size": sizes["model_width"] // sizes["num_heads"]} | sizes,
+        num_layers=len(entries),
         pattern=shortest_period(entries),
-        mixers=tuple(mixers[kind] for kind in sorted(set(kinds))),
+        mixers=tuple(mixers),
         tied_embedding=fields("tie_word_embeddings", bool, tied),
         window_length=BLOCK,
     )
@@ -156,6 +144,8 @@ LAYER_TYPES = {
     "attention": "attention",
 }
 """Our kinds of layers by their names in newer and older files."""
+WINDOWS = {"sliding_attention": "window", "full_attention": "full"}
+"""The kinds of layers of attention by their names."""
 
 
 def layer_types(

@@ -2,15 +2,8 @@
 
 import numpy as np
 
-from meliad_like.conversion.published.family import Family, linear, register
-from meliad_like.conversion.published.parts import (
-    attention,
-    layer_types,
-    places_of_attention,
-    places_of_delta_rule,
-    rotary,
-    stack,
-)
+from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
+from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
 
@@ -44,19 +37,9 @@ class Qwen35Family(Family):
         return tensor.replace("model.language_model.", "model.")
 
     def decoder(self, fields):
-        layers, d, f, h, g, k, taps, key_size, value_size, key_heads, value_heads = fields.sizes(
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-        )
+        layers, g, k = fields.sizes("num_hidden_layers", "num_key_value_heads", "head_dim")
+        names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+        taps, key_size, value_size, key_heads, value_heads = fields.sizes(*(f"linear_{name}" for name in names))
         if value_heads % key_heads:
             raise UserError(f"linear_num_value_heads={value_heads} must be a multiple of {key_heads=}")
         fields.only("hidden_act", "silu", "swish")
@@ -77,16 +60,7 @@ class Qwen35Family(Family):
                 norm_epsilon=epsilon,
             ),
         }
-        return stack(
-            fields,
-            layer_types(fields, default),
-            mixers,
-            model_width=d,
-            feedforward_width=f,
-            num_heads=h,
-            head_size=k,
-            norm_epsilon=epsilon,
-        )
+        return stack(fields, layer_types(fields, default), mixers, head_size=k, norm_epsilon=epsilon)
 
     def in_layer(self, fields, config, mixers, ours, theirs):
         [mixer] = mixers

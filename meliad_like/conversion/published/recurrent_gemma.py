@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 
-from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear, register
-from meliad_like.conversion.published.parts import attention, places_of_attention, rotary, stack
+from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear, places_of_attention, register
+from meliad_like.conversion.published.parts import attention, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.rg_lru import RGLRU
@@ -23,14 +23,8 @@ class RecurrentGemmaFamily(Family):
     network = "mlp_block"
 
     def decoder(self, fields):
-        layers, d, f, h, span, taps = fields.sizes(
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "attention_window_size",
-            "conv1d_width",
-        )
+        layers, d, f, h = fields.sizes("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+        span, taps = fields.sizes("attention_window_size", "conv1d_width")
         kinds = fields("block_types", list, fields("_block_types", list, ["recurrent", "recurrent", "attention"]))
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise UserError(f"{fields.owner}: we can't honour block_types {unknown[0]!r}, only {', '.join(KINDS)}")
@@ -48,11 +42,8 @@ class RecurrentGemmaFamily(Family):
             [kinds[i % len(kinds)] for i in range(layers)],
             mixers,
             tied=True,
-            model_width=d,
             # Half of what the field says.
             feedforward_width=f // 2,
-            num_heads=h,
-            head_size=d // h,
             feedforwards=(GatedFeedForward(activation="gelu_tanh"),),
             feedforward_bias=True,
             embedding_scale=float(np.sqrt(d).astype(ml_dtypes.bfloat16)),
