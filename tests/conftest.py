@@ -59,6 +59,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 SHARES = {
+    "test_adaptive.py": 3,
     "test_attention_kernel.py": 6,
     "test_attention_kernel_states.py": 4,
     "test_beam_search.py": 6,
@@ -69,14 +70,17 @@ SHARES = {
     "test_docs.py": 4,
     "test_evaluate_command.py": 3,
     "test_evaluation.py": 3,
-    "test_exact_softmax.py": 10,
+    "test_exact_softmax.py": 14,
     "test_experiments.py": 6,
     "test_experiments_shortformer.py": 3,
     "test_export.py": 2,
     "test_flops.py": 2,
     "test_generation.py": 6,
     "test_gin_files.py": 6,
+    "test_golden_hybrids.py": 2,
     "test_golden_llama.py": 3,
+    "test_golden_melodi.py": 2,
+    "test_golden_models.py": 2,
     "test_gradients.py": 12,
     "test_harness.py": 10,
     "test_history_commands.py": 3,
@@ -89,11 +93,13 @@ SHARES = {
     "test_interventions.py": 4,
     "test_kernel_check.py": 6,
     "test_launch_two_processes.py": 3,
+    "test_layers.py": 2,
     "test_library.py": 12,
     "test_linear_recurrence.py": 6,
     "test_meliad_gin.py": 3,
     "test_melodi.py": 6,
     "test_memory.py": 9,
+    "test_mesh.py": 3,
     "test_mixers.py": 8,
     "test_model.py": 9,
     "test_optimizers.py": 3,
@@ -110,6 +116,7 @@ SHARES = {
     "test_recurrent_pretrained.py": 8,
     "test_released_mixers.py": 4,
     "test_rg_lru.py": 3,
+    "test_sampling.py": 3,
     "test_sharded_families.py": 11,
     "test_sharded_training.py": 3,
     "test_shortformer.py": 6,
@@ -119,6 +126,7 @@ SHARES = {
     "test_studies.py": 3,
     "test_studies_gates.py": 2,
     "test_table_rows.py": 4,
+    "test_token_ids.py": 2,
     "test_training_faults.py": 4,
     "test_training_loop.py": 6,
     "test_windows.py": 3,
@@ -152,7 +160,9 @@ def pytest_collection_finish():
 def forget_compiled_programs():
     """Linux gives a process 65,530 mapped areas (vm.max_map_count), of which the programs of all tests take 63,000."""
     yield
-    jax.clear_caches()
+    areas = Path("/proc/self/maps")
+    if not areas.exists() or areas.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

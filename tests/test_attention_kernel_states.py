@@ -83,7 +83,7 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
         squares = [[mean_square(x - y) for x, y in each] for each in pairs]
         return [[*each[:3], np.mean(each[3:])] for each in squares]
 
-    errors = np.sqrt(np.mean([squared_errors(seed) for seed in range(6)], axis=0))
+    errors = np.sqrt(np.mean([squared_errors(seed) for seed in range(3)], axis=0))
     assert (errors[0] < 1.5 * errors[1] + 1e-5).all()
 
 

@@ -361,6 +361,7 @@ def test_command_line(folder, tmp_path):
     assert "tokens/s" in done.stderr
 
 
+@pytest.mark.thorough
 def test_who_reads_may_have_enough(folder, tmp_path):
     save = f"--save_carry={tmp_path / 'place.npz'}"
     command = [sys.executable, "-m", "meliad_like.generate", f"--checkpoint={folder}", "--prompt=a", save]

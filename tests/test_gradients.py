@@ -163,6 +163,7 @@ def check(run):
     assert not untouched, run.model
 
 
+@pytest.mark.thorough
 def test_what_the_parameters_are():
     """`parameter_kinds.txt` has all parameters by what they are, read by a person: which have weight decay, and which
     Muon makes orthogonal."""

@@ -90,6 +90,7 @@ def test_settings_that_are_not_the_scores_are_named(place, tmp_path):
         commands.train_selector(asked(place, "HistoryConfig.span_length = 4"), tmp_path, str(place / "scores"))
 
 
+@pytest.mark.thorough
 def test_scores_of_other_documents_are_another_training(place, tmp_path):
     for second in ("two", "three"):
         commands.score(asked(place, documents=("one", second), document_tokens=140), tmp_path / second)

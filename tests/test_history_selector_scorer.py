@@ -52,6 +52,7 @@ def test_scores_are_those_of_the_texts(folders):
 
 
 @pytest.mark.parametrize("name, sees", [("prefix", False), ("leaking", True)])
+@pytest.mark.thorough
 def test_only_the_released_code_s_context_sees_the_future(folders, name, sees):
     scorer = open_selector(folders / name)
     assert scorer.leaks_the_future is sees

@@ -48,6 +48,7 @@ def test_parts_equal_a_hand_count(run, planned):
     assert all(estimate.activations > 0 and estimate.total > 0 for estimate in planned)
 
 
+@pytest.mark.thorough
 def test_a_quick_plan_says_the_same_of_memory(run, planned):
     (quick,) = estimates(run, 256, Topology("cpu:8", jax.devices(), "cpu"), ("decoding",), quick=True)
     assert quick.parts == planned[-1].parts

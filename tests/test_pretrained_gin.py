@@ -102,6 +102,7 @@ def test_a_frozen_decoder_has_no_gradients_of_kernels():
     assert frozen.flops(50_257).training == pytest.approx(decoder, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_xla_counts_nearly_the_same_for_a_frozen_decoder():
     sizes = {"num_layers": 3, "model_width": 128, "num_heads": 2, "num_key_value_heads": 2, "head_size": 64}
     sizes |= {"feedforward_width": 256, "max_positions": 64, "window_length": 64}

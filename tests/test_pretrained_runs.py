@@ -172,6 +172,7 @@ def test_other_windows_and_overlaps_are_evaluated_with_the_same_parameters(place
 
 
 @pytest.mark.parametrize("folder, window", [pytest.param("ours", 12, marks=pytest.mark.exhaustive), ("trained", 8)])
+@pytest.mark.thorough
 def test_text_of_any_length(place, trained, folder, window):
     opened = open_checkpoint(place / folder, changes=read_changes((), ["MeshConfig.data = 8"]), mesh="config")
     generator = Generator(

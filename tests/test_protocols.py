@@ -120,6 +120,7 @@ def test_a_cache_is_seen_as_the_paper_counts(mesh):
     assert score.perplexity == pytest.approx(math.exp(score.nats / 32)) == pytest.approx(2**score.bits_per_token)
 
 
+@pytest.mark.thorough
 def test_a_window_of_two_blocks_fills_the_cache(mesh):
     _, score = run("shortformer", "sliding", mesh, segment_length=8, stride=2)
     windows = [(0, 8, 0), *((end - 8, end, 6) for end in range(10, 33, 2))]

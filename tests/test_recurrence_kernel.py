@@ -178,6 +178,7 @@ def test_the_scan_equals_the_default(monkeypatch, module, tokens, largest):
 
 
 @pytest.mark.parametrize("kind", ["delta", "kimi"])
+@pytest.mark.thorough
 def test_factors_of_products_may_be_bfloat16(kind):
     rule, start = recurrences.rule_of(kind), recurrences.starts("documents")
     kernel = with_options(read_chunks_in_kernel, interpret=True, dtype=jnp.bfloat16, values=1, slice=1)
@@ -191,6 +192,7 @@ def test_factors_of_products_may_be_bfloat16(kind):
 @pytest.mark.parametrize(
     "kernel", [with_options(read_chunks_in_kernel, values=1, slice=1), recurrence_tpu.read_chunks_in_kernel]
 )
+@pytest.mark.thorough
 def test_a_mesh_may_divide_heads_where_it_cannot_divide_groups(kind, kernel):
     arguments = recurrences.rule_of(kind), recurrences.first_states(), recurrences.starts("documents")
     with jax.set_mesh(make_mesh(MeshConfig(tensor=recurrences.H), jax.devices()[: recurrences.H])):

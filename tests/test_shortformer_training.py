@@ -64,7 +64,7 @@ def one_device():
     return losses, states
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # test_sharded_families.py reads segments of this family on meshes
 @pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=2, tensor=2)])
 def test_sharded_equals_unsharded(one_device, mesh):
     """Every step begins with the same state, because rounding grows from step to step."""
@@ -76,6 +76,7 @@ def test_sharded_equals_unsharded(one_device, mesh):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.thorough
 def test_it_learns(one_device):
     """With the paper's clipping a step moves the parameters by its rate times 0.1, however steep the loss is."""
     assert one_device[0][0] > np.log(V)

@@ -105,6 +105,7 @@ def test_the_beginnings_of_the_first_documents_are_copied(tmp_path, monkeypatch)
         copy_documents(TextSource(folder=str(tmp_path / "none")), tmp_path / "nothing")
 
 
+@pytest.mark.thorough
 def test_a_training_that_fails_is_one_line(tmp_path):
     (tmp_path / "smoke.gin").write_text(f"ReaderConfig.store = '{tmp_path}/none'")
     with pytest.raises(UserError, match=r"the training ended with status 2: there is no token store at .*none"):

@@ -46,6 +46,7 @@ def bindings(tmp_path_factory):
     return [*tiny_run.make_bindings(tmp_path_factory.mktemp("documents")), "MeshConfig.data = 1"]
 
 
+@pytest.mark.thorough
 def test_any_kind_gets_the_metrics_of_the_run_and_of_its_resumption(bindings, tmp_path):
     WRITTEN.clear()
     tracked = [

@@ -93,6 +93,7 @@ def test_a_loss_that_is_not_a_number_stops_and_skipping_continues(
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.thorough
 def test_parameters_that_are_not_finite_end_the_run(bindings, tmp_path, monkeypatch):
     # A CPU refuses such an update.
     monkeypatch.setattr("meliad_like.layers.backend.platform", lambda: "tpu")
@@ -102,6 +103,7 @@ def test_parameters_that_are_not_finite_end_the_run(bindings, tmp_path, monkeypa
     assert not saved_steps(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_run_that_skips_every_step_ends(bindings, tmp_path, monkeypatch):
     """Here with a limit of two, and as the run has only two steps."""
 
@@ -293,6 +295,7 @@ def test_what_has_no_effect_is_said(bindings, tmp_path, capsys):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_a_start_that_failed_leaves_the_folder_to_the_next(bindings, tmp_path):
     with pytest.raises(UserError, match="there is no checkpoint folder"):
         train(parse(bindings), tmp_path / "run", load_dir=str(tmp_path / "none"))

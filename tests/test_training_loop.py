@@ -88,7 +88,7 @@ def test_killed_then_terminated_and_nothing_is_lost(bindings, setup, straight, t
     assert [step for step, *_ in figures[0]] == [*range(1, NUM_STEPS + 1)]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_tokens_that_are_cut_short_under_a_run(bindings, setup, straight, tmp_path):
     store, run = tmp_path / "store", tmp_path / "run"
     shutil.copytree(setup.store.folder, store)
@@ -137,6 +137,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(bindings, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.thorough
 def test_a_signal_at_a_step_that_has_a_checkpoint_anyway(bindings, tmp_path, monkeypatch, capsys, number):
     write, handler = MetricsWriter.write, signal.signal(signal.SIGINT, signal.default_int_handler)
 

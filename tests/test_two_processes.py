@@ -18,7 +18,7 @@ from meliad_like.run.setup import set_up
 from meliad_like.run.training import train
 from meliad_like.training.checkpoints import Checkpoints
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,10 @@ def assert_steps_of_one_process(bindings, workdir, first, last):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), state, expected)
 
 
+@pytest.mark.thorough
 def test_two_processes_equal_one(bindings, tmp_path):
-    extras = [
-        "TrainingConfig.evaluate_every = 6",
-        "TrainingConfig.sample_every = 6",
-        "TrainingConfig.sample_tokens = 4",
-    ]
+    last = f"every = {NUM_STEPS}"
+    extras = [f"TrainingConfig.evaluate_{last}", f"TrainingConfig.sample_{last}", "TrainingConfig.sample_tokens = 4"]
     statuses, results = finish(start_two(command([*bindings, *extras], f"--workdir={tmp_path}")))
     assert statuses == [0, 0], results
     assert_steps_of_one_process(bindings, tmp_path, 0, NUM_STEPS)
@@ -87,7 +85,7 @@ def test_two_processes_equal_one(bindings, tmp_path):
     # Gloo greets each process, in pieces where several threads do so at once.
     assert "step" not in outputs[1] and "parameters" not in outputs[1]
     assert len([*read_metrics(tmp_path, "validation")]) == 1
-    assert (tmp_path / "samples" / "step_6.txt").exists()
+    assert (tmp_path / "samples" / f"step_{NUM_STEPS}.txt").exists()
 
 
 @pytest.mark.exhaustive
