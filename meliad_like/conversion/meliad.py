@@ -196,30 +196,21 @@ def _checked(run: RunConfig, origin: str) -> StackConfig:
     model = run.model
     if not isinstance(model, StackConfig):
         raise UserError(f"{origin}: the reference has decoders alone, and this model is a {MODELS.name_of(model)}")
-    position, dense = model.position, _dense_layers(model)
-    for is_wrong, message in (
-        (
-            isinstance(position, Rotary) and position.unit != "pi",
-            "the reference's rotary positions have Rotary.unit='pi'",
-        ),
-        (
-            isinstance(model, DecoderConfig) and model.layers_of("doubled_inputs") != set(dense),
-            f"in the reference the dense layer's input counts twice: DecoderConfig.doubled_inputs={tuple(dense)}",
-        ),
-        *(
-            (isinstance(model, DecoderConfig) and getattr(model, name), f"the reference has no DecoderConfig.{name}")
-            for name in ("norms_after", "norms_around")
-        ),
-        (
-            isinstance(model, DecoderConfig) and model.feedforwards != SLIDE.feedforwards,
-            "the reference has plain feed-forward networks alone",
-        ),
-        *(
-            (getattr(model, name) != getattr(SLIDE, name), f"the reference has no DecoderConfig.{name}")
-            for name in NEWER_FIELDS
-        ),
-        (len(dense) > 1, "the reference has one layer with a dense memory"),
-    ):
-        if is_wrong:
-            raise UserError(f"{origin}: {message}")
+    position, dense, problems = model.position, _dense_layers(model), []
+    if isinstance(position, Rotary) and position.unit != "pi":
+        problems.append("the reference's rotary positions have Rotary.unit='pi'")
+    newer = NEWER_FIELDS
+    if isinstance(model, DecoderConfig):
+        newer = ("norms_after", "norms_around", *newer)
+        if model.layers_of("doubled_inputs") != set(dense):
+            twice = f"DecoderConfig.doubled_inputs={tuple(dense)}"
+            problems.append(f"in the reference the dense layer's input counts twice: {twice}")
+        if model.feedforwards != SLIDE.feedforwards:
+            problems.append("the reference has plain feed-forward networks alone")
+    other = [name for name in newer if getattr(model, name) != getattr(SLIDE, name)]
+    problems += [f"the reference has no DecoderConfig.{name}" for name in other]
+    if len(dense) > 1:
+        problems.append("the reference has one layer with a dense memory")
+    if problems:
+        raise UserError(f"{origin}: {problems[0]}")
     return model

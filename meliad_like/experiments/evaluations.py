@@ -30,30 +30,27 @@ STRIDES_IN_WINDOW = 6
 def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
     """Facts about a run that follow from its config."""
     model, num_steps = Model(run.model, vocabulary_size), run.training.num_steps
-    fields = ((part, field) for part in configs_in(run.model) for field in dataclasses.fields(part))
-    lengths = {
-        field.name: getattr(part, field.name) for part, field in fields if rule_of(type(part), field) == "length"
-    }
+    fields = [(part, field) for part in configs_in(run.model) for field in dataclasses.fields(part)]
+    lengths = {size.name: getattr(part, size.name) for part, size in fields if rule_of(type(part), size) == "length"}
     embedding = model.abstract_params.get("embedding", model.abstract_params.get("vocabulary"))
+    of_embedding = sum(leaf.size for leaf in jax.tree.leaves(embedding))
     stages = [((stage.last_step - stage.first_step) / num_steps, stage.run.model) for stage in stages_of(run)]
     flops = [share * Model(config, vocabulary_size).flops.training for share, config in stages]
-    return (
-        {"num_states": 0, "overlap": run.model.overlap}
-        | lengths
-        | {
-            "segment_length": run.data.segment_length,
-            "window_length": run.model.window_length,
-            "share_of_first_stage": stages[0][0] if len(stages) > 1 else 0.0,
-            "tokens_per_step": run.data.tokens_per_step,
-            "num_steps": num_steps,
-            "vocabulary_size": vocabulary_size,
-            "parameters": model.num_parameters,
-            "parameters_without_embedding": model.num_parameters
-            - sum(leaf.size for leaf in jax.tree.leaves(embedding)),
-            "memory_numbers": sum(leaf.size for leaf in memory_of(model)),
-            "training_flops_per_token": sum(flops),
-        }
-    )
+    return {
+        "num_states": 0,
+        "overlap": run.model.overlap,
+        **lengths,
+        "segment_length": run.data.segment_length,
+        "window_length": run.model.window_length,
+        "share_of_first_stage": stages[0][0] if len(stages) > 1 else 0.0,
+        "tokens_per_step": run.data.tokens_per_step,
+        "num_steps": num_steps,
+        "vocabulary_size": vocabulary_size,
+        "parameters": model.num_parameters,
+        "parameters_without_embedding": model.num_parameters - of_embedding,
+        "memory_numbers": sum(leaf.size for leaf in memory_of(model)),
+        "training_flops_per_token": sum(flops),
+    }
 
 
 def by_document(

@@ -120,14 +120,6 @@ def run(request: StudyRequest) -> Study:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
     constants = {gate: time_constants(shares) for gate, (shares, _) in gates.items()}
-    channels = (
-        pd.concat(
-            pd.DataFrame({"gate": gate, "kept": kept, "added": added, "time constant": constants[gate]})
-            for gate, (kept, added) in gates.items()
-        )
-        if gates
-        else pd.DataFrame()
-    )
     states = pd.concat(
         trace.assign(document=name, states=layer, block=np.arange(len(trace)))
         for name, by_layer in zip(names, traces, strict=True)
@@ -140,71 +132,42 @@ def run(request: StudyRequest) -> Study:
     }
     parts: list[Numbers | Chart] = []
     if gates:
-        parts.append(
-            Numbers(
-                "time_constants",
-                "Time constants of the channels, blocks",
-                _quantiles(constants),
-                dict.fromkeys(constants, ",.3g"),
-                f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is "
-                "-1/log(g) blocks, and after 0.69 of it half is left. Of gates that depend on what is read, g is the "
-                "forget gate, averaged over states and blocks.",
-            )
+        note = (
+            f"A block is {window} tokens. g is the share of a state that a block leaves; the time constant is "
+            "-1/log(g) blocks, and after 0.69 of it half is left. Of gates that depend on what is read, g is the "
+            "forget gate, averaged over states and blocks."
         )
+        title, forms = "Time constants of the channels", dict.fromkeys(constants, ",.3g")
+        parts.append(Numbers("time_constants", f"{title}, blocks", _quantiles(constants), forms, note))
+        axes = "time constant, blocks", "channels"
         parts += [
-            Chart(
-                f"histogram_{i}",
-                f"Time constants of the channels: {gate}",
-                _histogram(blocks),
-                "time constant, blocks",
-                "channels",
-                steps=True,
-                log_x=True,
-            )
+            Chart(f"histogram_{i}", f"{title}: {gate}", _histogram(blocks), *axes, steps=True, log_x=True)
             for i, (gate, blocks) in enumerate(constants.items())
         ]
+        channels = pd.concat(
+            pd.DataFrame({"gate": gate, "kept": kept, "added": added, "time constant": constants[gate]})
+            for gate, (kept, added) in gates.items()
+        )
         parts.append(Numbers("gates", "All channels", channels, shown=False))
     if measured:
+        table, forms = _quantiles(measured), dict.fromkeys(measured, ".3f")
         note = "The shares of the states that are kept, and of the updates that are added."
-        parts.append(
-            Numbers(
-                "measured", "Measured gates, by channel", _quantiles(measured), dict.fromkeys(measured, ".3f"), note
-            )
-        )
-    parts.append(
-        Chart(
-            "similarity",
-            "Similarity of the states over time",
-            similarity,
-            "blocks between",
-            "mean cosine",
-            "Of a state vector with itself, this number of blocks before; over all documents, blocks and states.",
-            log_x=True,
-        )
+        parts.append(Numbers("measured", "Measured gates, by channel", table, forms, note))
+    note = "Of a state vector with itself, this number of blocks before; over all documents, blocks and states."
+    x, y = "blocks between", "mean cosine"
+    parts.append(Chart("similarity", "Similarity of the states over time", similarity, x, y, note, log_x=True))
+    note = (
+        "With the same states some blocks before, and with the initial states. In long documents a point is the mean "
+        "of several blocks."
     )
     for document, by_layer in enumerate(traces):
         for layer, (name, trace) in enumerate(by_layer.items()):
-            title, averaged = f"{names[document]}, {name}", _averaged(trace, window)
-            parts.append(
-                Chart(
-                    f"change_{document}_{layer}",
-                    f"Change of the states in a block: {title}",
-                    averaged[["change"]],
-                    "token",
-                    "norm of the change / norm",
-                )
-            )
-            parts.append(
-                Chart(
-                    f"similarity_{document}_{layer}",
-                    f"Similarity of the states: {title}",
-                    averaged[[*SHOWN.values()]],
-                    "token",
-                    "mean cosine",
-                    "With the same states some blocks before, and with the initial states. In long "
-                    "documents a point is the mean of several blocks.",
-                )
-            )
+            place, title, averaged = f"{document}_{layer}", f"{names[document]}, {name}", _averaged(trace, window)
+            change, similar = f"Change of the states in a block: {title}", f"Similarity of the states: {title}"
+            parts += [
+                Chart(f"change_{place}", change, averaged[["change"]], "token", "norm of the change / norm"),
+                Chart(f"similarity_{place}", similar, averaged[[*SHOWN.values()]], "token", y, note),
+            ]
     parts.append(Numbers("states", "The states by block", states, shown=False))
     shapes = [f"{name} (states by channels: {number} by {width})" for name, (number, width) in tracer.shapes.items()]
     return Study(
