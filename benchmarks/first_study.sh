@@ -8,7 +8,8 @@
 #     SECONDS_EACH=600 SEEDS=0 MINUTES=60 bash benchmarks/first_study.sh runs/first_study    # all rows in an hour
 #     SIZE=tiny SECONDS_EACH=60 MINUTES=12 bash benchmarks/first_study.sh runs/first_study_tiny    # on a CPU
 #
-# ROWS, SEEDS, LANES (of 4,096 tokens) and PACKAGES (a folder of packages) change what is compared.
+# ROWS, SEEDS, LANES (of 4,096 tokens) and PACKAGES (a folder of packages) change what is compared, and so do arguments
+# after the folder: bindings and flags for all commands of the table.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="$(realpath -m "${1:-runs/first_study}")" size="${SIZE:-paper}" began=$SECONDS
@@ -46,6 +47,7 @@ if [[ "$size" != tiny ]]; then
     table+=(--gin_file=option/bfloat16.gin --gin_file=option/cosine.gin)
     table+=(--gin_param="ReaderConfig.tokens_per_step = $((${LANES:-8} * 4096))")
 fi
+table+=("${@:2}")
 [[ -f "$folder/runs/step_time.json" ]] || "${table[@]}" --step_time "${rows[@]/#/--row=}"
 steps() {
     python - "$folder/runs/step_time.json" "$1" "$seconds_each" <<'PYTHON'
@@ -79,8 +81,8 @@ for seed in ${seeds//,/ }; do
         ((left > 60)) || time_is_up
         num_steps="$(steps "$row")" status=0
         echo "== $row, seed $seed: $num_steps steps"
-        # SIGTERM saves the run, which ends with status 75.
-        timeout --signal=TERM "$left" "${table[@]}" --row="$row" --seeds="$seed" \
+        # SIGTERM saves the run, which ends with status 75. In the foreground, Ctrl-C reaches it, too.
+        timeout --foreground --signal=TERM "$left" "${table[@]}" --row="$row" --seeds="$seed" \
             --gin_param="TrainingConfig.num_steps = $num_steps" || status=$?
         case "$status" in
             0) ;;
