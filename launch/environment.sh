@@ -4,6 +4,7 @@
 # never calls pip, so it works offline. PYTHON=/path/to/python chooses the interpreter that .venv is made with.
 set -euo pipefail
 
+[[ "$0" == /* ]] && script="$0" || script="$PWD/$0"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # On a CPU the memory of a step's arrays is freed after each step; with huge pages, allocating it again is faster, by an
@@ -14,6 +15,12 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '== %s\n' "$*"; }
+
+# Prints the first comment of the script that sources this, and ends it.
+show_help() {
+    sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$script"
+    exit
+}
 
 stop() {
     printf 'error: %s\n' "$*" >&2

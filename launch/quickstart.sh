@@ -2,12 +2,9 @@
 # Trains a model that writes Python, in minutes on two CPU cores: set-up, documents, training, then a table, a picture and
 # a sample. --gin_param arguments change the run: bash launch/quickstart.sh --gin_param=TrainingConfig.seed=1
 set -euo pipefail
-if [[ " $* " == *" --help "* ]]; then
-    sed -n 's/^# //p;/^set/q' "$0"
-    exit
-fi
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[[ " $* " != *" --help "* ]] || show_help
 set_up_environment
 
 workdir=runs/quickstart

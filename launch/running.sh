@@ -3,7 +3,6 @@
 # commands and interpret how a run ended.
 set -euo pipefail
 
-[[ "$0" == /* ]] && script="$0" || script="$PWD/$0"
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -38,8 +37,7 @@ read_flags() {
         flag="${1%%=*}"
         flag="${flag#--}"
         if [[ "$1" == --help ]]; then
-            sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$script"
-            exit
+            show_help
         elif [[ "$1" == --*=* && "$names" == *" $flag "* ]]; then
             printf -v "$flag" '%s' "${1#*=}"
         elif [[ "$1" == --* && "$1" != *=* && "$switches" == *" $flag "* ]]; then

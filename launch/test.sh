@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[[ "${1:-}" != --help ]] || show_help
 set_up_environment dev
 
 # The tests' numbers are for the CPU, also on a machine with an accelerator.

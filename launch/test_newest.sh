@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[[ "${1:-}" != --help ]] || show_help
 
 newest="${PYTHON:-}"
 # The last of them that is one: version managers leave stubs for versions that aren't there.

@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/running.sh"
 
 dry_run=""
 case "${1:-}" in
-    --help) read_flags "" "" --help ;;
+    --help) show_help ;;
     --dry_run) dry_run=1 && shift ;;
 esac
 workdir=""

@@ -168,11 +168,15 @@ def test_slurm_outside_of_the_checkout_is_one_line(machine):
     assert (result.returncode, result.stderr) == (2, "error: /nowhere is not the checkout's root; run sbatch there\n")
 
 
-@pytest.mark.parametrize("script", ["tpu_pod.sh", "gke_xpk.sh", "two_processes.sh", "slurm.sbatch"])
+DRY_RUN = ("tpu_pod.sh", "gke_xpk.sh", "two_processes.sh", "slurm.sbatch")
+
+
+@pytest.mark.parametrize("script", [*DRY_RUN, "quickstart.sh", "test.sh", "test_newest.sh"])
 def test_help_is_the_first_comment_from_anywhere(script):
-    command = ["bash", Path("launch", script), "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "--dry_run" in result.stdout and not re.search(r"^#|SBATCH|set -e", result.stdout, re.MULTILINE)
+    command = ["bash", Path(script), "--help"]
+    result = subprocess.run(command, cwd=ROOT / "launch", capture_output=True, text=True, check=True)
+    assert ("--dry_run" in result.stdout) == (script in DRY_RUN) and result.stdout.count("\n") >= 2
+    assert not re.search(r"^#|SBATCH|set -e", result.stdout, re.MULTILINE)
 
 
 def dockerfile() -> list[list[str]]:
