@@ -1,15 +1,18 @@
 """The rows of tables 1, 3, 4 and 5: their gin files at the paper's size, and at other scales."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 from decoders import mixer_of, recurrent_layers
+from pages import ROOT
 
 from meliad_like import config
 from meliad_like.errors import UserError
 from meliad_like.experiments.tables import SUBJECTS, TABLES
 from meliad_like.experiments.tables.ancient_history import TABLE as ANCIENT_HISTORY
+from meliad_like.experiments.tables.ancient_history import rows_of
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import configure
 from meliad_like.mixers.base import MIXERS
@@ -46,6 +49,19 @@ def test_a_row_reads_32_lanes_of_4096_tokens_a_step_whatever_its_segments(file):
     assert run.data.segment_length == (run.model.window_length if one_window else 4096)
     assert run.training.num_steps == 500_000
     assert run.model.dropout_rate == 0.05
+
+
+def test_the_page_counts_the_rows():
+    """Those of the smallest scale, and all."""
+    page, counts = (ROOT / "docs" / "experiments.md").read_text(), {}
+    for name, first, of_all in re.findall(r"^\| \[?`(\w+)`[^|]*\| (\d+)(?: of (\d+))?:", page, re.MULTILINE):
+        counts[name] = (int(first), int(of_all or first))
+    expected = {"ancient_history": (len(rows_of("tiny", ())), len(ANCIENT_HISTORY.rows))}
+    for name, table in SUBJECTS.items():
+        largest = table.scales["tiny"].largest_vocabulary or np.inf
+        first = [row for row in table.rows if not row.extra and row.vocabulary_size <= largest]
+        expected[name] = (len(first), len(table.rows))
+    assert counts == expected
 
 
 @pytest.mark.parametrize("name", [name for name, table in SUBJECTS.items() if not table.pretrained])
