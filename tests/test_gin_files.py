@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
 import pytest
 from decoders import mixer_of, recurrent_layers
+from pages import ROOT
 from shipped import needs, vocabulary_size
 
 from meliad_like import config
@@ -103,6 +105,12 @@ def count(model, vocabulary_size):
         # The windows in which documents are read have no parameters, and most rows differ in them alone.
         return count(dataclasses.replace(model, window_length=1, overlap=0), vocabulary_size)
     return Model(model, vocabulary_size).num_parameters
+
+
+def test_the_page_explains_every_folder():
+    folders = {name.split("/")[0] for name in (*FILES, *config.shipped_rows()) if "/" in name}
+    page = (ROOT / "gin" / "README.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)/`", page, re.MULTILINE)) == folders
 
 
 @pytest.mark.parametrize("folder", sorted({name.rpartition("/")[0] for name in FILES}))
