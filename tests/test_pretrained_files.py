@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
@@ -17,6 +18,7 @@ from meliad_like.errors import UserError
 from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.layers.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from meliad_like.models.model import Model
+from meliad_like.run.opening import open_checkpoint, saved_config
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 
@@ -75,6 +77,13 @@ def test_a_gpt2_folder_and_back(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     written["n_inner"] = None  # four times the width: the same
     assert {key: saved[key] for key in written} == written
+
+
+@pytest.mark.parametrize("read_ours", [open_checkpoint, saved_config])
+def test_what_reads_our_checkpoints_alone_says_how_to_make_one(read_ours):
+    made = f"python -m meliad_like.convert huggingface --input={FOLDER} --output=DIR/checkpoints makes one"
+    with pytest.raises(UserError, match=re.escape(f"{FOLDER} is no checkpoint folder: {made}")):
+        read_ours(FOLDER)
 
 
 def test_several_files_of_bfloat16_and_older_names(tmp_path):

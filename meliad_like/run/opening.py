@@ -72,7 +72,7 @@ def save_vocabulary(vocabulary: Vocabulary, folder: epath.PathLike) -> None:
 
 def saved_config(folder: epath.PathLike, step: int | None = None) -> RunConfig:
     """The config of a checkpoint with a mesh for this machine: every device has all parameters and its own lanes."""
-    with Checkpoints(checkpoints_folder(folder), read_only=True) as checkpoints:
+    with Checkpoints(_our_folder(folder), read_only=True) as checkpoints:
         return _config_in(checkpoints.read_metadata(step))
 
 
@@ -97,7 +97,7 @@ def open_checkpoint(
       mesh: where the parameters lie: None: on the first device; `config`: on the mesh of the changed config.
       dtype: the dtype in which matrices are kept.
     """
-    folder = checkpoints_folder(folder)
+    folder = _our_folder(folder)
     with Checkpoints(folder, read_only=True) as checkpoints:
         metadata = checkpoints.read_metadata(step)
         saved = _config_in(metadata)
@@ -177,6 +177,15 @@ def open_model(
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not any_path(folder).exists():
         raise UserError(f"there is no folder {folder}: a model of the Hub is hf://{folder}, or hf://{folder}@REVISION")
     return open_checkpoint(folder, step=step, changes=changes, mesh=mesh, dtype=dtype)
+
+
+def _our_folder(folder: epath.PathLike) -> epath.Path:
+    """The checkpoint folder in a folder. Raises a UserError if it is in the format of another program."""
+    if other := _foreign_format(folder):
+        (name,) = (name for name, each in FOREIGN_FORMATS.items() if each is other)
+        convert = f"python -m meliad_like.convert {name} --input={folder} --output=DIR/checkpoints"
+        raise UserError(f"{folder} is no checkpoint folder: {convert} makes one of it in DIR")
+    return checkpoints_folder(folder)
 
 
 def _foreign_format(folder: epath.PathLike) -> Any | None:
