@@ -76,7 +76,7 @@ def _execute(words: Sequence[str], environment: dict[str, str], cwd: str, *outpu
     larger_rounding.install()
     # As tests/conftest.py.
     gc.freeze()
-    gc.set_threshold(50_000)
+    gc.set_threshold(200_000)
     for number, name in enumerate(outputs, start=1):
         os.dup2(os.open(name, os.O_WRONLY), number)
     os.environ.clear()
