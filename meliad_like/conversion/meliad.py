@@ -6,7 +6,7 @@ one of the recurrences, and the newer one, whose feed-forward networks have bias
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,7 @@ import pandas as pd
 from etils import epath
 
 from meliad_like.config import RunConfig
-from meliad_like.conversion.parameters import (
-    NEWER_FIELDS,
-    Place,
-    Places,
-    fill_parameters,
-    to_tensors,
-    vocabulary_of,
-    write_checkpoint,
-)
+from meliad_like.conversion.parameters import NEWER_FIELDS, fill, vocabulary_of, write_checkpoint
 from meliad_like.errors import DAMAGED_NPZ, UserError, reading
 from meliad_like.families.melodi import MelodiConfig
 from meliad_like.mixers.dense_memory import DenseMemory
@@ -72,22 +64,23 @@ def _newer(config: StackConfig) -> bool:
     return config.feedforward_bias or isinstance(config, MelodiConfig) or bool(_dense_layers(config))
 
 
-def _places(config: StackConfig, newer: bool) -> Places:
+def _names(config: StackConfig, newer: bool) -> Callable[[str], str]:
+    """The function from a path of ours to the reference's name."""
     names, prefixes = NAMES["newer" if newer else "older"].dropna().to_dict(), _layer_prefixes(config, newer)
     if newer and not config.feedforward_bias:
         # The newer stack has two modules for the feed-forward network: that without biases is the older stack's.
         names |= NAMES["older"].filter(like="feedforward/network/").dropna()
 
-    def place(path: str) -> Place:
+    def name_of(path: str) -> str:
         match = re.fullmatch(r"layers/(\d+)/(.+)", path)
         prefix, name = (prefixes[int(match[1])], match[2]) if match else ("", path)
         # The reference has the heads of tokens, and their attention to states, in the layer.
         name = re.sub(r"^mixers/\w+/(?:window/)?(heads|reader)/", r"\1/", name)
         if name not in names:
             raise UserError(f"the reference has no parameter like our {path}: it lacks that mixer")
-        return Place(prefix + names[name])
+        return prefix + names[name]
 
-    return place
+    return name_of
 
 
 def _idle(config: StackConfig) -> str | None:
@@ -108,7 +101,8 @@ def from_meliad(
     idle = _idle(config)
     used = [name for name in theirs if idle is None or not name.startswith(idle)]
     newer = _newer(config) or any(name.startswith(NEWER_PREFIX) for name in theirs)
-    return fill_parameters(template, used, _places(config, newer), theirs.__getitem__, "the checkpoint")
+    name_of = _names(config, newer)
+    return fill(template, used, lambda path: (name_of(path),), lambda path: theirs[name_of(path)], "the checkpoint")
 
 
 def to_meliad(params: dict[str, Any], config: StackConfig = SLIDE) -> dict[str, np.ndarray]:
@@ -116,7 +110,8 @@ def to_meliad(params: dict[str, Any], config: StackConfig = SLIDE) -> dict[str, 
 
     Its idle parameters are zeros, and ones for the scales of norms.
     """
-    theirs, idle = to_tensors(_places(config, _newer(config)), params), _idle(config)
+    name_of, idle = _names(config, _newer(config)), _idle(config)
+    theirs = {name_of(path): np.asarray(x) for path, x in named_arrays(params).items()}
     if isinstance(config, MelodiConfig):
         u, d = config.num_summaries, config.model_width
         theirs[f"{idle}lin_mix/kernel"] = np.zeros((config.window_length + u, u), np.float32)

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from meliad_like.conversion.parameters import NEWER_FIELDS, Place, to_tensors
+from meliad_like.conversion.parameters import NEWER_FIELDS
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import FEEDFORWARDS, PlainFeedForward
 from meliad_like.mixers.base import MIXERS, DecoderShape
@@ -20,6 +21,7 @@ from meliad_like.mixers.sliding_window import SlidingWindow, TokenHeads
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import default_of
+from meliad_like.training.checkpoints import named_arrays
 from meliad_like.vocabularies.base import Vocabulary
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabulary
 
@@ -106,11 +108,11 @@ def to_huggingface_decoder(model: Model, params: Any, end_of_document: int) -> t
         "rotary_angle": {"1": 1.0, "pi": math.pi}[config.position.unit] if isinstance(config.position, Rotary) else 0.0,
         "layers": [_layer_settings(config.shape, index) for index in range(config.total_layers)],
     }
-    tensors = {name: x for name, x in to_tensors(_place, params).items() if ".position." not in name}
+    tensors = {name: x for name, x in _tensors(params).items() if ".position." not in name}
     # The biases by distance, [h, w], of all windows, whatever they are computed from.
     for path, node in nnx.iter_graph(module):
         if isinstance(node, TokenHeads):
-            name = _place("/".join(map(str, (*path, "bias")))).name
+            name = _name("/".join(map(str, (*path, "bias"))))
             tensors[name] = np.asarray(node.position.bias(node.num_heads, node.w))
     return settings, tensors
 
@@ -121,15 +123,25 @@ def _layer_settings(shape: DecoderShape, index: int) -> dict[str, Any]:
     return {"mixers": mixers, "width": width, "feedforward": shape.feedforwards[index] is not None}
 
 
-def _place(path: str) -> Place:
-    """The place of one of our parameters."""
-    if match := re.fullmatch(r"(.*gated_delta_rule/)(query|key|value)(/kernel|_filter)", path):
-        name = "inputs" if match[3] == "/kernel" else "filters"
-        return Place(match[1].replace("/", ".") + name, part=("query", "key", "value").index(match[2]))
+def _tensors(params: Any) -> dict[str, Any]:
+    """The tensors by name: linear maps are [out, in], and of the delta rule queries, keys and values side by side."""
+    tensors, parts = {}, defaultdict(dict)
+    for path, leaf in named_arrays(params).items():
+        if match := re.fullmatch(r"(.*gated_delta_rule/)(query|key|value)(/kernel|_filter)", path):
+            parts[match[1] + ("inputs" if match[3] == "/kernel" else "filters")][match[2]] = leaf
+        else:
+            tensors[_name(path)] = leaf.T if path.endswith("/kernel") else leaf
+    for path, of in parts.items():
+        tensors[_name(path)] = np.concatenate([of["query"], of["key"], of["value"]], axis=-1)
+    return tensors
+
+
+def _name(path: str) -> str:
+    """The name of one of our parameters."""
     for ours, theirs in MODULES.items():
         path = path.replace(ours, theirs)
     module, _, leaf = path.replace("/", ".").rpartition(".")
-    return Place(f"{module}.{'weight' if leaf in ('kernel', 'scale') else leaf}", transposed=leaf == "kernel")
+    return f"{module}.{'weight' if leaf in ('kernel', 'scale') else leaf}"
 
 
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Parts that conversions share: places of parameters in files of other programs, vocabularies, and our checkpoints."""
+"""Parts that conversions share: parameters from files of other programs, vocabularies, and our checkpoints."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +20,6 @@ NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilo
 """Fields of published models, which other programs' forms of our decoders lack."""
 
 
-class Place(NamedTuple):
-    """The place of one of our parameters in a file."""
-
-    name: str
-    """The name of the array."""
-    transposed: bool = False
-    """Whether the array is [out, in]. Our kernels are [in, out]."""
-    part: int | None = None
-    """The third of the array's last axis that it is: GPT-2 has queries, keys and values in one."""
-
-
-Places = Callable[[str], Place]
-"""The place of a parameter of ours with a path such as `layers/0/key/kernel`."""
-
-
-def fill_parameters(
-    template: Any, names: Iterable[str], places: Places, read: Callable[[str], np.ndarray], owner: str
-) -> Any:
-    """Fills our parameters one after the other, so that only one additional array is in memory.
-
-    Args:
-      template: tree of the shapes and dtypes of our parameters.
-      names: names of the arrays in the file; each must be used.
-      read: reads an array by its name.
-      owner: the file or folder, for messages.
-
-    Raises:
-      UserError: an array is missing, has another shape, or has no place in the model.
-    """
-    leaves = named_arrays(template)
-
-    def make(path: str) -> np.ndarray:
-        name, transposed, part = places(path)
-        array = read(name)
-        if part is not None:
-            size = leaves[path].shape[-1]
-            if array.shape[-1] != 3 * size:
-                raise UserError(f"{owner}: {name} has shape {array.shape}, its last axis should be {3 * size}")
-            array = array[..., part * size : (part + 1) * size]
-        return array.T if transposed else array
-
-    return fill(template, names, lambda path: (places(path).name,), make, owner)
-
-
 def fill(
     template: Any,
     names: Iterable[str],
@@ -71,8 +27,18 @@ def fill(
     make: Callable[[str], np.ndarray],
     owner: str,
 ) -> Any:
-    """As `fill_parameters`, with functions from a parameter's path: the names of the arrays of which it is made, and
-    the parameter itself."""
+    """Fills our parameters one after the other, so that only one additional array is in memory.
+
+    Args:
+      template: tree of the shapes and dtypes of our parameters.
+      names: names of the arrays in the file; each must be used.
+      tensors: the names of the arrays of which a parameter is made, by its path such as `layers/0/key/kernel`.
+      make: makes a parameter, by its path.
+      owner: the file or folder, for messages.
+
+    Raises:
+      UserError: an array is missing, has another shape, or has no place in the model.
+    """
     names, leaves = frozenset(names), named_arrays(template)
 
     def place(path: str, leaf: Any) -> jax.Array:
@@ -93,19 +59,6 @@ def fill(
         number = f"({len(left_over)} such tensors)"
         raise UserError(f"{owner} has a tensor {min(left_over)} that the model of its config has no place for {number}")
     return jax.tree.unflatten(jax.tree.structure(template), [filled[path] for path in leaves])
-
-
-def to_tensors(places: Places, params: Any) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, made from our parameters; the inverse of `fill_parameters`."""
-    arrays: dict[str, Any] = {}
-    for path, leaf in named_arrays(params).items():
-        name, transposed, part = places(path)
-        value = np.asarray(leaf.T if transposed else leaf, order="C")
-        if part is None:
-            arrays[name] = value
-        else:
-            arrays.setdefault(name, [None] * 3)[part] = value
-    return {name: np.concatenate(x, axis=-1) if isinstance(x, list) else x for name, x in arrays.items()}
 
 
 def vocabulary_of(run: RunConfig, num_tokens: int, owner: str | Path) -> Vocabulary:

@@ -12,7 +12,6 @@ from jax import export
 import meliad_like
 from meliad_like.config import read_changes
 from meliad_like.conversion import read_model
-from meliad_like.conversion.parameters import Place, to_tensors
 from meliad_like.conversion.pretrained import new_folder, save_tensors
 from meliad_like.errors import UserError
 from meliad_like.generation.reading import LOSS_SLICE, read_while_decoding
@@ -46,7 +45,7 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
     folder = new_folder(folder)
     for name, program in export_programs(model, lengths):
         write_whole(folder / f"{name}.stablehlo", program)
-    save_tensors(to_tensors(Place, opened.params), folder / "parameters.safetensors")
+    save_tensors(named_arrays(opened.params), folder / "parameters.safetensors")
     save_vocabulary(vocabulary, folder)
     write_whole(folder / "read_model.py", Path(read_model.__file__).read_bytes())
     facts = {

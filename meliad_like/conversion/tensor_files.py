@@ -61,10 +61,11 @@ def check_tied(files: Mapping[str, Path], name: str | None, embedding: Any, owne
         )
 
 
-def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes a safetensors file."""
     path.touch()
     mode = path.stat().st_mode
-    safetensors.numpy.save_file(tensors, path, metadata)
+    arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}
+    safetensors.numpy.save_file(arrays, path, metadata)
     # safetensors makes files that only their owner can read, whatever the umask.
     path.chmod(mode)

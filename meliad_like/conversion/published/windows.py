@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meliad_like.config import field_types, fit
-from meliad_like.conversion.parameters import Place, fill_parameters, to_tensors
+from meliad_like.conversion.parameters import fill
 from meliad_like.conversion.published.family import TABLES, Fields
 from meliad_like.conversion.published.parts import ROTARY
 from meliad_like.conversion.tensor_files import opened, read_tensor, save_tensors
@@ -19,6 +19,7 @@ from meliad_like.families.pretrained.config import DECODER_FIELDS, PretrainedCon
 from meliad_like.families.pretrained.recurrence import WindowSummary
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling
 from meliad_like.resumable import parse_json
+from meliad_like.training.checkpoints import named_arrays
 
 ACTIVATIONS: dict[str, str] = {theirs: ours for ours, names in TABLES["activations"].items() for theirs in names}
 DERIVED: dict[str, Callable[[Mapping[str, Any]], int]] = {
@@ -106,11 +107,11 @@ def read_recurrence(path: Path, template: Any) -> Any:
     """The parameters of the recurrence of a file; `template` has their shapes and dtypes."""
     with opened(path) as file:
         names = set(file.keys())
-    return fill_parameters(template, names, Place, lambda name: read_tensor(path, name), str(path))
+    return fill(template, names, lambda name: (name,), lambda name: read_tensor(path, name), str(path))
 
 
 def write_recurrence(config: PretrainedConfig, params: dict[str, Any], folder: Path) -> None:
     """Writes the recurrence, which config.json can't express, with its fields of the config."""
     assert config.summary is not None
     fields = {name: getattr(config, name) for name in WINDOW_FIELDS} | dataclasses.asdict(config.summary)
-    save_tensors(to_tensors(Place, params), folder / RECURRENCE_NAME, {RECURRENCE_KEY: json.dumps(fields)})
+    save_tensors(named_arrays(params), folder / RECURRENCE_NAME, {RECURRENCE_KEY: json.dumps(fields)})
