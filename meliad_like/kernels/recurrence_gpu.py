@@ -23,21 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
+from meliad_like.kernels import recurrence_gpu_programs as programs
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
-from meliad_like.kernels.recurrence_gpu_programs import (
-    Chunk,
-    Options,
-    Saved,
-    Sequence,
-    input_gradient_kernel,
-    inverse_kernel,
-    read_gradient_kernel,
-    read_kernel,
-    solved_kernel,
-    states_gradient_kernel,
-    states_kernel,
-)
+from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved, Sequence
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.linear_recurrence import Rule, decayed_products
 
@@ -116,15 +105,15 @@ def _read_forward(options, inputs, matrix, first):
     inverse, of_keys, update = None, None, inputs.value
     if inputs.strength is not None:
         read = (inputs.of_keys, at.of_chunk(grid.t)), (inputs.strength, at.of_head(1))
-        [inverse] = grid.call(inverse_kernel, at, read, [(grid.squares, at.of_chunk(grid.t))], warps=1)
+        [inverse] = grid.call(programs.inverse_kernel, at, read, [(grid.squares, at.of_chunk(grid.t))], warps=1)
         update, of_keys = grid.solved(inverse, with_values=True)
     read = (matrix, through.matrix), (update, through.values), (of_keys, through.of_head(grid.k))
     corrected = None if of_keys is None else grid.vectors(grid.p)
     written = (grid.states, through.states), (corrected, through.values), (grid.matrix, through.matrix)
-    before, corrected, after = grid.call(states_kernel, through, [grid.sequence, *read], written)
+    before, corrected, after = grid.call(programs.states_kernel, through, [grid.sequence, *read], written)
     update = update if of_keys is None else corrected
     read = grid.chunk, (before, at.states), (update, at.values)
-    [read] = grid.call(read_kernel, at, read, [(grid.vectors(grid.p), at.values)])
+    [read] = grid.call(programs.read_kernel, at, read, [(grid.vectors(grid.p), at.values)])
     return (after, read), (inputs, first, before, update, inverse)
 
 
@@ -135,17 +124,19 @@ def _read_backward(options, saved, cotangents):
     at, through, group = grid.at_chunk, grid.through_segment, grid.at_group
     of_keys = None if inverse is None else grid.solved(inverse, with_values=False)[1]
     read = grid.chunk, (cotangent, at.values)
-    [of_read] = grid.call(read_gradient_kernel, at, read, [(grid.vectors(grid.p), at.values)])
+    [of_read] = grid.call(programs.read_gradient_kernel, at, read, [(grid.vectors(grid.p), at.values)])
     read = (inputs.query, through.of_group(grid.k)), (cotangent, through.values), (of_after, through.matrix)
     read = *read, (of_read, through.values), (of_keys, through.of_head(grid.k))
     written = (grid.states, through.states), (grid.vectors(grid.p), through.values), (grid.matrix, through.matrix)
-    of_state, of_update, of_matrix = grid.call(states_gradient_kernel, through, [grid.sequence, *read], written)
+    of_state, of_update, of_matrix = grid.call(
+        programs.states_gradient_kernel, through, [grid.sequence, *read], written
+    )
 
     specs = Saved(*[group.states] * 2, *[group.values] * 3, inverse=group.of_chunk(grid.t))
     read = (inputs, group.inputs), (Saved(before, of_state, update, of_update, cotangent, inverse), specs)
     written = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     written = written if inverse is not None else written._replace(value=None)
-    [gradients] = grid.call(input_gradient_kernel, group, read, [(written, group.inputs)])
+    [gradients] = grid.call(programs.input_gradient_kernel, group, read, [(written, group.inputs)])
     return gradients if inverse is not None else gradients._replace(value=of_update), of_matrix, None
 
 
@@ -247,7 +238,7 @@ class _Grid:
         at = self.at_chunk
         of_values = (self.vectors(self.p) if with_values else None), at.values
         read = self.chunk, (inverse, at.of_chunk(self.t))
-        return self.call(solved_kernel, at, read, [of_values, (self.vectors(self.k), at.of_head(self.k))])
+        return self.call(programs.solved_kernel, at, read, [of_values, (self.vectors(self.k), at.of_head(self.k))])
 
     def call(self, kernel, specs: _Specs, read, written, warps: int | None = None) -> list[Any]:
         """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""

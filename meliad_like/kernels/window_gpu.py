@@ -21,20 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.window_gpu_programs import (
-    Keys,
-    Options,
-    Queries,
-    Saved,
-    Shared,
-    Tiling,
-    Tilings,
-    distances,
-    forward_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
-    squares_of,
-)
+from meliad_like.kernels import window_gpu_programs as programs
+from meliad_like.kernels.window_gpu_programs import Keys, Options, Queries, Saved, Shared, Tiling, Tilings
 from meliad_like.kernels.window_tpu import Projected, sharded_by_head
 from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
 
@@ -80,7 +68,7 @@ def _attend_forward(options, *inputs):
     tiling = options.tilings.forward
     read = band.tile(band.queries, tiling.queries), band.whole(band.keys), band.whole(band.before)
     written = (band.tile(x, tiling.queries) for x in (inputs[0].value, band.queries.largest))
-    mixed, log_total = band.call(forward_kernel, tiling, band.n // tiling.queries, read, written)
+    mixed, log_total = band.call(programs.forward_kernel, tiling, band.n // tiling.queries, read, written)
     return mixed, (inputs, mixed, log_total)
 
 
@@ -91,20 +79,20 @@ def _attend_backward(options, saved, cotangent):
     tiling, size = options.tilings.of_queries, options.tilings.of_queries.queries
     read = band.queries, mixed, cotangent, log_total
     read = *(band.tile(x, size) for x in read), band.whole(band.keys), band.whole(band.before)
-    squares, side = squares_of(size)
+    squares, side = programs.squares_of(size)
     parts = jax.ShapeDtypeStruct(
         (band.b, band.h, band.n // size, band.w // size + 1, 2 * squares, 2 * side), jnp.float32
     )
     of_parts = pl.BlockSpec((None, None, None, *parts.shape[3:]), lambda t, h, b: (b, h, t, 0, 0, 0))
     written = *(band.tile(x, size) for x in (projected.query, projected.query, log_total, log_total)), (parts, of_parts)
     of_query, scaled_unit, of_scale, inner, parts = band.call(
-        query_gradient_kernel, tiling, band.n // size, read, written
+        programs.query_gradient_kernel, tiling, band.n // size, read, written
     )
 
     tiling, of_keys = options.tilings.of_keys, []
     queries = band.whole(band.queries._replace(query=scaled_unit))
     for keys in (band.keys, band.before):
-        kernel = functools.partial(key_gradient_kernel, is_before=keys is band.before)
+        kernel = functools.partial(programs.key_gradient_kernel, is_before=keys is band.before)
         read = queries, band.whole(Saved(cotangent, log_total, inner)), band.tile(keys, tiling.keys)
         written = [band.tile(x, tiling.keys) for x in keys[:2]]
         of_keys += band.call(kernel, tiling, keys.key.shape[1] // tiling.keys, read, written, by_key=True)
@@ -150,7 +138,7 @@ class _Band:
         size = min(tiling.queries, tiling.keys)
         tiles = (self.w + tiling.queries + tiling.keys) // size - 1
         first = jnp.arange(1, tiles + 1)[:, None, None] * size - tiling.queries
-        distance = first + distances(tiling.queries, tiling.keys)
+        distance = first + programs.distances(tiling.queries, tiling.keys)
         bias = jnp.where((distance > 0) & (distance <= self.w), self.bias[:, distance - 1], MASKED)
         by_element = jax.tree.map(lambda x: x.mT if by_key else x, (bias, self.kept))
         return Shared(self.valid.astype(jnp.int32), self.scale, *by_element)
