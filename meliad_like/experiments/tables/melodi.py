@@ -8,21 +8,15 @@ operations of a sliding window with as many layers.
 from meliad_like.experiments.tables.block_recurrent import SCALES
 from meliad_like.experiments.tables.table import Panel, Table, line, read_rows
 
-
-def _table() -> Table:
-    rows = read_rows("melodi/table")
-    lines = {
-        "MELODI, sizes of S and L": line(rows, r"base|s\d+_l\d+", "memory, numbers"),
-        "MELODI, coverage": line(rows, r"cover_(\d+)", "memory, numbers"),
-        "dense memory": line(rows, r"dense_\d+k", "memory, numbers"),
-        "Transformer-XL": line(rows, "xl", "memory, numbers"),
-        "Block-Recurrent": line(rows, "block_recurrent", "memory, numbers"),
-    }
-    panels = (
-        Panel("perplexity", "PG19 T5 perplexity", "memory_numbers", lines),
-        Panel("perplexity", "PG19 T5 perplexity", "training_flops_per_token", lines),
-    )
-    return Table("melodi", "MELODI and memories of the same size", rows, panels, scales=SCALES)
-
-
-TABLE = _table()
+ROWS = read_rows("melodi/table")
+MEMORY = "memory, numbers"
+LINES = {
+    "MELODI, sizes of S and L": line(ROWS, r"base|s\d+_l\d+", MEMORY),
+    "MELODI, coverage": line(ROWS, r"cover_(\d+)", MEMORY),
+    "dense memory": line(ROWS, r"dense_\d+k", MEMORY),
+    "Transformer-XL": line(ROWS, "xl", MEMORY),
+    "Block-Recurrent": line(ROWS, "block_recurrent", MEMORY),
+}
+COSTS = ("memory_numbers", "training_flops_per_token")
+PANELS = tuple(Panel("perplexity", "PG19 T5 perplexity", cost, LINES) for cost in COSTS)
+TABLE = Table("melodi", "MELODI and memories of the same size", ROWS, PANELS, scales=SCALES)

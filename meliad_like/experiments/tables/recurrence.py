@@ -6,8 +6,6 @@ What is not recurrent is trained once for each window, and evaluated at every ov
 perplexities by word, and operations for a token in millions.
 """
 
-import functools
-
 from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows
 
 SCALES = {
@@ -17,26 +15,20 @@ SCALES = {
     "small": Scale(targets=4_000_000, bindings=read_bindings("recurrence_small")),
     "paper": Scale(),
 }
-
-
-def _table() -> Table:
-    rows, column = read_rows("recurrent_pretrained/tables"), "MFLOP a token"
-    kinds = (("no recurrence", "baseline"), ("recurrence", "recurrent"))
-    by_overlap = {
-        f"{label}, overlap {n}": line(rows, rf"{kind}_\d+_{n}", column) for label, kind in kinds for n in (0, 30, 50)
-    }
-    by_window = {f"{label}, T {n}": line(rows, rf"{kind}_{n}_\d+", column) for label, kind in kinds for n in (128, 300)}
-    by_flops = functools.partial(Panel, "word_perplexity", x="flops_by_the_paper", logarithmic=False)
-    label = "MFLOP a token by the paper's count"
-    panels = (
-        # Figures 4 and 5, which the paper has as pictures alone, and table 2 as a picture.
-        Panel("word_perplexity", "", "window_length", by_overlap, logarithmic=False, x_label="window T (figure 4)"),
-        by_flops("", lines=by_overlap, x_label=f"{label} (figure 5)"),
-        by_flops("PG-19 validation", lines=by_window, x_label=f"{label} (table 2)"),
-    )
-    title = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
-    against = "the model without a recurrence at the same window and overlap"
-    return Table("recurrence", title, rows, panels, scales=SCALES, against=against, pretrained=True)
-
-
-TABLE = _table()
+ROWS, COLUMN = read_rows("recurrent_pretrained/tables"), "MFLOP a token"
+KINDS = (("no recurrence", "baseline"), ("recurrence", "recurrent"))
+BY_OVERLAP = {
+    f"{label}, overlap {n}": line(ROWS, rf"{kind}_\d+_{n}", COLUMN) for label, kind in KINDS for n in (0, 30, 50)
+}
+BY_WINDOW = {f"{label}, T {n}": line(ROWS, rf"{kind}_{n}_\d+", COLUMN) for label, kind in KINDS for n in (128, 300)}
+BY_FLOPS = {"x": "flops_by_the_paper", "logarithmic": False}
+LABEL = "MFLOP a token by the paper's count"
+PANELS = (
+    # Figures 4 and 5, which the paper has as pictures alone, and table 2 as a picture.
+    Panel("word_perplexity", "", "window_length", BY_OVERLAP, logarithmic=False, x_label="window T (figure 4)"),
+    Panel("word_perplexity", "", lines=BY_OVERLAP, x_label=f"{LABEL} (figure 5)", **BY_FLOPS),
+    Panel("word_perplexity", "PG-19 validation", lines=BY_WINDOW, x_label=f"{LABEL} (table 2)", **BY_FLOPS),
+)
+TITLE = "Tables 1 and 2, figures 4 and 5: a recurrence for a pretrained model"
+AGAINST = "the model without a recurrence at the same window and overlap"
+TABLE = Table("recurrence", TITLE, ROWS, PANELS, scales=SCALES, against=AGAINST, pretrained=True)
