@@ -9,16 +9,7 @@ from jaxtyping import Int, Real
 
 from meliad_like.errors import UserError
 from meliad_like.history.settings import HistoryConfig
-from meliad_like.history.spans import (
-    Ends,
-    Scores,
-    Stride,
-    Tokens,
-    candidates,
-    necessary_prefix,
-    random_numbers,
-    select,
-)
+from meliad_like.history.spans import Ends, Scores, Stride, Tokens, candidates, necessary_prefix, random_numbers, select
 
 
 class SpanScorer:

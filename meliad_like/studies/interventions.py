@@ -137,8 +137,7 @@ def losses_after(
 
     step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
     reading_mode = ReadingMode(
-        step,
-        init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)),
+        step, init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields))
     )
     slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
     evaluator = Evaluator(

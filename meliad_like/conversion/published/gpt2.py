@@ -8,11 +8,7 @@ from meliad_like.conversion.published.windows import read_config
 from meliad_like.errors import UserError
 from meliad_like.layers.rotary import RotaryScaling
 
-LINEAR = {
-    "output": "attn.c_proj",
-    "feedforward/network/hidden": "mlp.c_fc",
-    "feedforward/network/output": "mlp.c_proj",
-}
+LINEAR = {"output": "attn.c_proj", "feedforward/network/hidden": "mlp.c_fc", "feedforward/network/output": "mlp.c_proj"}
 
 
 @register
