@@ -21,11 +21,7 @@ NEWER_FIELDS = ("logit_bound", "embedding_scale", "tied_embedding", "norm_epsilo
 
 
 def fill(
-    template: Any,
-    names: Iterable[str],
-    tensors: Callable[[str], Iterable[str]],
-    make: Callable[[str], np.ndarray],
-    owner: str,
+    template: Any, names: Iterable[str], tensors: Callable[[str], Iterable[str]], make: Callable[[str], Any], owner: str
 ) -> Any:
     """Fills our parameters one after the other, so that only one additional array is in memory.
 

@@ -275,14 +275,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _write(
-        self,
-        contexts: list[str],
-        seeds: list[int],
-        *,
-        until: list[str],
-        max_gen_toks: int,
-        do_sample: bool,
-        **settings: Any,
+        self, contexts: list[str], seeds: list[int], until: list[str], max_gen_toks: int, do_sample: bool, **settings
     ) -> list[str]:
         """The model's continuation of each context, with a seed for each."""
         if unknown := settings.keys() - set(SAMPLING):
