@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from meliad_like.kernels.window_tpu import matrix_product as product
+
 SQUARE = 16
 """The side of the squares of which the inverse of a triangular matrix is made."""
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -55,12 +57,6 @@ class Chunk(NamedTuple):
     """[t, e]: the decay of the state from the chunk's beginning to each token."""
     until_end: Any
     """[t, e]: the decay from each token to the chunk's end."""
-
-
-def product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0), precision=None) -> Array:
-    """The product of two matrices, summed over one axis of each, in float32."""
-    axes = (contracted[:1], contracted[1:]), ((), ())
-    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def exactly(options: Options) -> Any:

@@ -65,8 +65,7 @@ def precisely(options: Options, x: Array, y: Array, contracted: tuple[int, int] 
 
 def exactly(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
     """The product of two float32 matrices."""
-    axes = (contracted[:1], contracted[1:]), ((), ())
-    return jax.lax.dot_general(x, y, axes, precision="highest", preferred_element_type=jnp.float32)
+    return product(x, y, contracted, "highest")
 
 
 def _parts(x: Array) -> list[Array]:

@@ -412,10 +412,10 @@ class _Row:
         return x if self.begin == 0 else pltpu.roll(x, shift, 1)
 
 
-def matrix_product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
+def matrix_product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0), precision: Any = None) -> Array:
     """The product of two matrices, summed over one axis of each, in float32."""
-    axes = (contracted[:1], contracted[1:])
-    return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)
+    axes = (contracted[:1], contracted[1:]), ((), ())
+    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def broadcast_transposed(x: Array) -> Array:

@@ -6,7 +6,7 @@ otherwise, on a V100. The sliding window (S.W.) has a stride of 512.
 
 import functools
 
-from meliad_like.experiments.tables.table import Grid, Panel, Row, Scale, Table, line, read_bindings, read_rows
+from meliad_like.experiments.tables.table import Grid, Panel, Scale, Table, line, read_bindings, read_rows
 
 FIRST_LENGTHS = (32, 64, 128, 256, 512, 1024, 1536)
 
@@ -25,47 +25,39 @@ SCALES = {
     "small": Scale(divisor=4, bindings=read_bindings("shortformer_small"), keep_share_of_warmup=True, timed_tokens=500),
     "paper": Scale(),
 }
-
-
-def _panels(rows: tuple[Row, ...]) -> tuple[Panel, ...]:
-    paper = {row.name: row.paper for row in rows}
-    best = {
-        "baseline": "Baseline",
-        "staged_128_50": "Staged training",
-        "infused_cache_512": "PIA + cache",
-        "shortformer_128": "Shortformer",
-    }
-
-    def speed(x: str, column: str, label: str) -> Panel:
-        points = {label: {name: paper[name][column]} for name, label in best.items()}
-        return Panel("perplexity", "perplexity", x, points, x_label=label)
-
-    first = {f"first L {n}": line(rows, rf"staged_{n}_(\d+)") for n in FIRST_LENGTHS}
-    shares = {label: {name: epochs / 205 for name, epochs in points.items()} for label, points in first.items()}
-    by_length = {
-        "PIA + cache, L' = L": line(rows, r"infused_cache_(\d+)"),
-        "Baseline, L": {"baseline": 3072} | line(rows, r"baseline_(\d+)"),
-    }
-    stages, lengths = "share of the steps at the first length (table 2)", "segment length L (tables 1 and 3)"
-    against = functools.partial(Panel, "perplexity", "perplexity", reference="baseline")
-    return (
-        speed("training_tokens_per_second", "training, tokens/s", "training, tokens a second (figure 3)"),
-        speed("tokens_per_second", "tokens/s", "evaluation by segments, tokens a second"),
-        speed("single_tokens_per_second", "token by token, tokens/s", "token by token, tokens a second"),
-        against("share_of_first_stage", shares, logarithmic=False, x_label=stages),
-        against("segment_length", by_length, x_label=lengths),
-    )
-
-
-def _table() -> Table:
-    rows, epochs = read_rows("shortformer/tables"), range(25, 201, 25)
-    cells = {f"{some} epochs": {f"L {n}": f"staged_{n}_{some}" for n in FIRST_LENGTHS} for some in epochs}
-    grids = (
-        Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", "perplexity", cells),
-        Grid("Table 8: time of training over the baseline's", "step_time", "step time", cells),
-    )
-    title = "Shortformer: staged training, infused positions and caching"
-    return Table("shortformer", title, rows, _panels(rows), grids=grids, scales=SCALES, by_protocol=True)
-
-
-TABLE = _table()
+ROWS = read_rows("shortformer/tables")
+BEST = {
+    "baseline": "Baseline",
+    "staged_128_50": "Staged training",
+    "infused_cache_512": "PIA + cache",
+    "shortformer_128": "Shortformer",
+}
+SPEEDS = (
+    ("training_tokens_per_second", "training, tokens/s", "training, tokens a second (figure 3)"),
+    ("tokens_per_second", "tokens/s", "evaluation by segments, tokens a second"),
+    ("single_tokens_per_second", "token by token, tokens/s", "token by token, tokens a second"),
+)
+"""The measure, the paper's column and the label of each."""
+FIRST = {f"first L {n}": line(ROWS, rf"staged_{n}_(\d+)") for n in FIRST_LENGTHS}
+SHARES = {label: {name: epochs / 205 for name, epochs in points.items()} for label, points in FIRST.items()}
+BY_LENGTH = {
+    "PIA + cache, L' = L": line(ROWS, r"infused_cache_(\d+)"),
+    "Baseline, L": {"baseline": 3072} | line(ROWS, r"baseline_(\d+)"),
+}
+STAGES, LENGTHS = "share of the steps at the first length (table 2)", "segment length L (tables 1 and 3)"
+against = functools.partial(Panel, "perplexity", "perplexity", reference="baseline")
+PANELS = (
+    *(
+        Panel("perplexity", "perplexity", x, {BEST[name]: line(ROWS, name, column) for name in BEST}, x_label=label)
+        for x, column, label in SPEEDS
+    ),
+    against("share_of_first_stage", SHARES, logarithmic=False, x_label=STAGES),
+    against("segment_length", BY_LENGTH, x_label=LENGTHS),
+)
+CELLS = {f"{some} epochs": {f"L {n}": f"staged_{n}_{some}" for n in FIRST_LENGTHS} for some in range(25, 201, 25)}
+GRIDS = (
+    Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", "perplexity", CELLS),
+    Grid("Table 8: time of training over the baseline's", "step_time", "step time", CELLS),
+)
+TITLE = "Shortformer: staged training, infused positions and caching"
+TABLE = Table("shortformer", TITLE, ROWS, PANELS, grids=GRIDS, scales=SCALES, by_protocol=True)
