@@ -27,7 +27,8 @@ from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.harness.__main__ import draw_heat_map, import_harness, needle_maps
+from meliad_like.harness.__main__ import import_harness
+from meliad_like.harness.needles import draw_heat_map, needle_maps
 from meliad_like.library import LanguageModel
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabularyConfig

@@ -52,6 +52,7 @@ def main() -> None:
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
 
     from meliad_like.harness.model import HarnessModel, tokenizer_for_tasks
+    from meliad_like.harness.needles import draw_heat_map, needle_maps
 
     files = [task for task in TASKS.value if Path(task).suffix in (".yaml", ".yml")]
     names = [task for task in TASKS.value if task not in files]
@@ -94,27 +95,7 @@ def main() -> None:
         write_whole(OUTPUT.value, text + "\n")
         print(f"wrote {OUTPUT.value}")
     if HEAT_MAP.value is not None:
-        draw_heat_map(maps, HEAT_MAP.value)
-
-
-def needle_maps(samples: dict[str, list[Any]]) -> dict[str, Any]:
-    """The scores of the needle tasks by length and depth; other tasks are left out."""
-    from meliad_like.harness.needles import by_depth
-
-    return {task: cells for task, of_task in samples.items() if len(cells := by_depth(of_task))}
-
-
-def draw_heat_map(maps: dict[str, Any], path: str) -> None:
-    """Draws and prints the maps. Raises a UserError if there are none."""
-    from rich.console import Console
-
-    from meliad_like.harness.needles import depth_table, draw_needles
-
-    if not maps:
-        raise UserError("--heat_map: none of the tasks has needles and lengths; RULER's do, such as niah_single_1")
-    for task, cells in maps.items():
-        Console().print(depth_table(task, cells).to_rich())
-    draw_needles(maps, Path(path))
+        draw_heat_map(maps, Path(HEAT_MAP.value))
 
 
 def import_harness() -> Any:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from rich.console import Console
 
+from meliad_like.errors import UserError
 from meliad_like.studies.frames import table_of
 from meliad_like.studies.pictures import draw_map, save
-from meliad_like.tables import Table
 
 NEEDLE = r"special magic \S+ for [^\n]+? is: "
 """The beginning of the sentence that hides an answer, in RULER's needle tasks alone."""
@@ -41,15 +42,18 @@ def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return cells.set_axis(pd.Index(parts, name="depth")).set_axis([f"{n:,} tokens" for n in cells.columns], axis=1)
 
 
-def depth_table(task: str, scores: pd.DataFrame) -> Table:
-    """The scores of a task as a table."""
-    return table_of(scores.reset_index(), task, dict.fromkeys(scores.columns, ".2f"))
+def needle_maps(samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, pd.DataFrame]:
+    """The scores of the needle tasks by name; other tasks are left out."""
+    return {task: cells for task, of_task in samples.items() if len(cells := by_depth(of_task))}
 
 
-def draw_needles(scores: Mapping[str, pd.DataFrame], path: Path) -> None:
-    """Draws the scores of each task."""
-    picture = Figure(figsize=(6, 3.6 * len(scores)), dpi=120, layout="constrained")
-    for axes, (task, cells) in zip(picture.subplots(len(scores), squeeze=False)[:, 0], scores.items()):
+def draw_heat_map(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """Prints and draws the scores of each task. Raises a UserError if there are none."""
+    if not maps:
+        raise UserError("--heat_map: none of the tasks has needles and lengths; RULER's do, such as niah_single_1")
+    picture = Figure(figsize=(6, 3.6 * len(maps)), dpi=120, layout="constrained")
+    for axes, (task, cells) in zip(picture.subplots(len(maps), squeeze=False)[:, 0], maps.items()):
+        Console().print(table_of(cells.reset_index(), task, dict.fromkeys(cells.columns, ".2f")).to_rich())
         draw_map(axes, cells)
         axes.set(ylabel="depth of the needle", title=task)
     save(picture, path)
