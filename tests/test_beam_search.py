@@ -136,6 +136,7 @@ def test_ended_hypotheses_are_continued_after_their_end_token(recurrent):
     )
 
 
+@pytest.mark.thorough
 def test_the_memory_of_a_hypothesis_that_has_ended_stays(recurrent):
     """In the steps in which others are extended it is a candidate, and reads nothing more."""
     start = recurrent.read("abc")

@@ -150,6 +150,7 @@ def test_losses_by_token_are_what_an_evaluation_sums(evaluator, params, expected
     np.testing.assert_allclose([nats.sum(dtype=np.float64) for nats in losses], totals, rtol=1e-14)
 
 
+@pytest.mark.thorough
 def test_whole_segments_change_nothing_but_where_states_are_cleared(model, params):
     kept = make_evaluator(model, whole_segments=True)[0].token_losses(params)
     for nats, wanted in zip(kept, make_evaluator(model, segment_length=8)[0].token_losses(params), strict=True):

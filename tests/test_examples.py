@@ -49,6 +49,7 @@ def test_the_size_is_that_of_alphageometry(alphageometry):
     assert sizes == (12, 1024, 8, 128, 1024)
 
 
+@pytest.mark.thorough
 def test_the_prover_gets_its_sequences(alphageometry, prover_model):
     # Nearly all words end a construction, because a random model would not say the one word.
     words = [word for word in alphageometry.WORDS if word not in "abc"]

@@ -58,6 +58,7 @@ def experiment(folder, table="table1", **changes) -> Experiment:
     return Experiment(table=SUBJECTS[table], folder=folder, **settings)
 
 
+@pytest.mark.thorough
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("meliad_like.experiments.job.make_mesh", mesh_of_the_first_devices)
 

@@ -91,6 +91,7 @@ def test_language_model_over_segments(name):
 
 
 @of_each_model
+@pytest.mark.thorough
 def test_eight_training_steps(name):
     arrays, model, params = language_model(name)
     trained = train_eight_steps(arrays, model, params, [segment_batch(arrays, segment)[0] for segment in range(3)])

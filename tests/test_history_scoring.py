@@ -122,6 +122,7 @@ def test_operations_are_counted(params, mesh):
     assert gains.flops == (2 + 4 + 6) * (16 * layer + 4 * 2 * 8 * 50)
 
 
+@pytest.mark.thorough
 def test_any_family_reads_separate_sequences(mesh):
     config = DecoderConfig(
         num_layers=1, model_width=8, num_heads=2, head_size=4, feedforward_width=8, window_length=8, dropout_rate=0.0

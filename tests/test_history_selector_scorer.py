@@ -84,6 +84,7 @@ class Store:
             raise UserError(f"{owner}: {fingerprint[:12]} {self._vocabulary.fingerprint[:12]}")
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_named(folders, tmp_path):
     both = open_selectors([folders / "leaking", folders / "prefix"], HISTORY, Store(VOCABULARY))
     assert [selector.name for selector in both] == ["learned_selector_released_code", "learned_selector"]

@@ -333,6 +333,7 @@ def run(tmp_path_factory):
 # test_training_loop.py trains windows and recurrent states, without a memory that a search reads, and none of another
 # family. To training and its commands, the carries of others are trees of arrays like theirs.
 @of_each_but(*EXAMPLES.keys() - {"external_memory", "melodi"})
+@pytest.mark.thorough
 def test_it_trains_resumes_is_evaluated_and_writes(name, run, tmp_path):
     data = dataclasses.replace(run.data, segment_length=2 * W, tokens_per_step=8 * W)
     # As few layers as possible: programs of training are large.

@@ -228,6 +228,7 @@ def test_grouped_values_are_read_as_by_the_released_code(interpreted):
 
 
 @pytest.mark.parametrize("name", ["rglru_block_documents"])
+@pytest.mark.thorough
 def test_the_rg_lru_in_kernels_is_that_of_the_released_code(interpreted, name):
     test_rg_lru.test_outputs_are_those_of_the_released_code(name)
     test_rg_lru.test_continued_outputs_are_those_of_the_released_code(name)

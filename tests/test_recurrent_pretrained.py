@@ -190,6 +190,7 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_going_on_from_blocks_token_by_token():
     model, params = make(**RECURRENT, overlap=3)
     module = model.bind(params)

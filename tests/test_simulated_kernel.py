@@ -23,6 +23,7 @@ def simulate(*setting):
 
 @pytest.mark.parametrize("setting", [SMALLEST, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in SWEEP)])
 @pytest.mark.parametrize("subject", [[], ["wide"], ["states"], ["memory"], ["recurrence"]])
+@pytest.mark.thorough
 def test_the_kernel_is_sound(setting, subject):
     output = simulate(*setting, *subject)
     assert "RACE DETECTED" not in output
