@@ -125,7 +125,9 @@ def mean_square(x):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "options"), [("tpu", {"widest": 8}), ("gpu", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param("tpu", {"widest": 8}, marks=pytest.mark.exhaustive), ("gpu", {})]
+)
 def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention(name, options):
     """On average over several draws: in the smallest arrays of one draw, single numbers decide."""
 

@@ -87,7 +87,7 @@ def test_bfloat16_is_rounded_no_more_than_in_the_shared_attention():
     assert (errors[0] < 1.5 * errors[1] + 1e-5).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_decoder_with_the_kernel_equals_the_default():
     b, c, w = 2, 3, DECODER.window_length
     tokens = jax.random.randint(jax.random.key(0), (2, b, c * w), 0, 32)

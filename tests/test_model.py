@@ -278,7 +278,9 @@ def losses_and_gradient(config):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["lstm:dual", "scanned", pytest.param("feedback", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["lstm:dual", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("scanned", "feedback"))]
+)
 def test_what_is_computed_otherwise_on_accelerators_is_the_same(name, monkeypatch):
     """Losses and gradients of the formulations that accelerators get, run on the CPU."""
     model, params = make(dataclasses.replace(CONFIGS[name], dropout_rate=0.2))

@@ -30,7 +30,7 @@ def take_step(setup, step, state, i):
 @pytest.mark.parametrize(
     ("files", "params", "mesh"),
     [
-        ((), (), (2, 2, 2, 1)),
+        pytest.param((), (), (2, 2, 2, 1), marks=pytest.mark.exhaustive),
         (SMALL, ("TrainingConfig.gradient_accumulation = 2",), (1, 2, 1, 4)),
     ],
     ids=["with dropout", "in parts, along the sequence"],

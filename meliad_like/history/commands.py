@@ -145,8 +145,8 @@ def train_selector(request: HistoryRequest, folder: Path, scores: str) -> int:
         raise UserError(f"{scores} is a store of {scored.info.what}, and a selector is trained on scores")
     history, pairs = scored.info.config, scored.rows()
     run, settings = request.config(history)
-    both = map(dataclasses.asdict, (history, settings.history))
-    check_same(scored.folder, *both, WITHOUT_EFFECT, "leave it out, or make new scores")
+    theirs, ours = dataclasses.asdict(history), dataclasses.asdict(settings.history)
+    check_same(scored.folder, theirs, ours, WITHOUT_EFFECT, "leave it out, or make new scores")
     opened = open_checkpoint(request.checkpoint, step=request.step, changes=lambda _: run, mesh="config")
     if not isinstance(opened.run.model, PretrainedConfig):
         raise UserError(f"a selector begins with a pretrained decoder, and {request.checkpoint} is of another family")
