@@ -230,6 +230,7 @@ def test_selections_made_in_advance(place, tmp_path):
         make_selection(other, "file", str(tmp_path), store, "train")
 
 
+@pytest.mark.thorough
 def test_what_an_oracle_selected_says_in_every_output_that_it_leaks(place, tmp_path, capsys):
     for split in ("train", "test"):
         request = HistoryRequest(str(place[0] / "model"), split=split, batch_size=8)

@@ -88,6 +88,7 @@ def test_token_by_token_equals_segments(name, concatenated, mesh):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_segments_of_the_baseline_are_read_alone(mesh):
     model, score = run("baseline", "segments", mesh)
     assert score.nats == pytest.approx(reference("baseline", [(i, min(i + 4, 32), 0) for i in range(0, 32, 4)]), 1e-5)

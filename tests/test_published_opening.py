@@ -215,6 +215,7 @@ def test_a_tokenizer_that_cannot_be_read_may_be_replaced(tmp_path):
     assert vocabulary.kind == "sentencepiece" and vocabulary.decode(vocabulary.encode("the river")) == "the river"
 
 
+@pytest.mark.thorough
 def test_how_far_a_model_sees_and_the_size_of_its_state_are_said(tmp_path):
     lm = opened("qwen3_5", **{"DotProductAttention.span": 24})
     size = sum(x.nbytes for x in lm.read(range(50)).arrays.values())

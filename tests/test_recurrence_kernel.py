@@ -86,6 +86,7 @@ def test_the_kernel_for_tpus_equals_the_default(kind, make, heads, norm_epsilon)
 
 @pytest.mark.parametrize(("kind", "size"), [("kimi", 2), ("by channel", 64)])
 @pytest.mark.parametrize("make", [recurrences.rule_of, recurrences.extreme])
+@pytest.mark.thorough
 def test_heads_with_their_own_keys_and_decays_by_channel(monkeypatch, kind, make, size):
     """A kernel computes their products; the others share keys."""
     monkeypatch.setattr(recurrence_gpu_channels, "SLICE", size)

@@ -109,6 +109,7 @@ def test_the_z_loss_is_not_in_the_metrics(fresh, batches):
     jax.tree.map(check, changed.params, plain.params, jax.jit(jax.grad(squares))(fresh.params))
 
 
+@pytest.mark.thorough
 def test_gradients_are_computed_at_the_parameters_that_the_optimizer_moves(fresh, batches):
     """The average is in their place in the state; after one step it is equal to them."""
     optimizer = with_average(OPTIMIZER, decay=0.9)
