@@ -128,7 +128,6 @@ TWO_LONG = MelodiConfig(**SIZES, long_layers=(0, 2), num_summaries=3, short_leng
         (MelodiConfig(**SIZES, long_layers=(1,), num_summaries=2, short_length=5, long_length=4, long_slots=4), True),
     ],
 )
-@pytest.mark.thorough
 def test_the_loop(melodi, masked):
     model, params = make(melodi, mask_empty_cache=masked)
     tokens = tokens_of(2, 8)
