@@ -52,7 +52,6 @@ def main() -> None:
     from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-not-found]
 
     from meliad_like.harness.model import HarnessModel, tokenizer_for_tasks
-    from meliad_like.harness.needles import draw_heat_map, needle_maps
 
     files = [task for task in TASKS.value if Path(task).suffix in (".yaml", ".yml")]
     names = [task for task in TASKS.value if task not in files]
@@ -80,7 +79,12 @@ def main() -> None:
         )
     assert results is not None
     print(make_table(results))
-    maps = needle_maps(results["samples"]) if HEAT_MAP.value is not None else {}
+    maps = {}
+    if HEAT_MAP.value is not None:
+        # It loads matplotlib.
+        from meliad_like.harness.needles import draw_heat_map, needle_maps
+
+        maps = needle_maps(results["samples"])
     if maps:
         results["needles"] = {
             # NaN, where no document has that depth and length, is null in JSON.
