@@ -2,8 +2,9 @@
 
 `golden/published/` has for each family a folder as transformers writes it, and what transformers computes with it in
 float64, rounded to float32: logits at some places of two documents, the last ones of a long one, those of the second
-part of a document read as a document of its own, the loss, gradients, and a greedy continuation. `error` is
-transformers' own error in float32, relative to the largest logit. All parameters are random, norms and biases too.
+part of a document read as a document of its own, the loss, gradients, and a greedy continuation. `error` and
+`gradient_error` are transformers' own errors in float32, relative to the largest logit and to the largest entry of the
+gradient (`make_golden_gradient_errors.py`). All parameters are random, norms and biases too.
 """
 
 import dataclasses
@@ -127,7 +128,9 @@ def test_the_loss_and_its_gradients(case):
     wanted = {key.partition("/")[2]: x for key, x in expected.items() if key.startswith("gradient/")}
     assert len(wanted) > 4
     for tensor, gradient in wanted.items():
-        np.testing.assert_allclose(ours[tensor], gradient, rtol=0, atol=1e-4 * np.abs(gradient).max(), err_msg=tensor)
+        # OLMo-Hybrid's and Qwen3.5's gradients change by more if the last digits of the parameters do.
+        tolerance = max(1e-4, expected[f"gradient_error/{tensor}"]) * np.abs(gradient).max()
+        np.testing.assert_allclose(ours[tensor], gradient, rtol=0, atol=tolerance, err_msg=tensor)
 
 
 def test_the_greedy_continuation(case):
