@@ -95,16 +95,20 @@ def measure(place: pathlib.Path) -> None:
     print(f"{STEP.value}: {seconds}; {int(peak) / 1000:,.0f} MB, worker {worker / 1000:,.0f} MB", flush=True)
 
 
-def uploaded(folder: pathlib.Path, stack: contextlib.ExitStack) -> str:
-    """The folder of these files in a bucket that this process serves to its children."""
+def serve_bucket(stack: contextlib.ExitStack):
+    """A simulated bucket, which this process serves to its children."""
     sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
     import pytest
     from fake_gcs import fake_gcs
 
-    bucket = stack.enter_context(fake_gcs(stack.enter_context(pytest.MonkeyPatch.context())))
+    return stack.enter_context(fake_gcs(stack.enter_context(pytest.MonkeyPatch.context())))
+
+
+def upload(folder: pathlib.Path, bucket) -> None:
+    """Puts those files into the bucket that are not there yet."""
     for path in folder.iterdir():
-        bucket.put(f"documents/{path.name}", path.read_bytes())
-    return "gs://bucket/documents"
+        if (name := f"documents/{path.name}") not in bucket.objects:
+            bucket.put(name, path.read_bytes())
 
 
 def main(_) -> None:
@@ -118,8 +122,11 @@ def main(_) -> None:
             print(f"{number or FILES.value or 1:,} documents", flush=True)
             settings = [f"--workers={WORKERS.value}", f"--tokenizer={TOKENIZER.value}", f"--place={place}"]
             settings += [f"--files={FILES.value}", f"--megabytes={MEGABYTES.value}"]
-            settings.append(f"--documents_in={uploaded(folder, stack) if BUCKET.value else folder}")
+            settings.append(f"--documents_in={'gs://bucket/documents' if BUCKET.value else folder}")
+            bucket = serve_bucket(stack) if BUCKET.value else None
             for step in ("prepare", "read", *["prepare"] * bool(ADDED.value)):
+                if bucket:
+                    upload(folder, bucket)
                 subprocess.run([sys.executable, __file__, f"--step={step}", *settings], check=True)
                 if step == "read" and ADDED.value:
                     write_files(folder, range(FILES.value, FILES.value + ADDED.value))
