@@ -51,9 +51,9 @@ def attended(projected, scale, bias, previous_valid, kept):
     return jnp.sum(projected.query.astype(jnp.float32))
 
 
-def read(rule, matrix, start, *convolution):
+def read(rule, matrix, start, inputs, recent, filters):
     after, results = read_chunks_in_kernel(rule, matrix, start, 64, dtype=jnp.bfloat16, norm_epsilon=NORM.value)
-    sums = [jnp.sum(x) for x in (after, results, convolve_in_kernel(*convolution, start))]
+    sums = [jnp.sum(x) for x in (after, results, convolve_in_kernel(inputs, recent, filters, start))]
     return sum(sums)
 
 

@@ -59,7 +59,9 @@ def main(_):
         f"{clock.without_estimate}"
     )
     print(", ".join(f"{part} {cycles / 1e6:.2f}" for part, cycles in clock.parts.items()))
-    print(f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB of temporary memory")
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    print(f"{memory.temp_size_in_bytes / 2**20:.0f} MiB of temporary memory")
     for one in clock.costliest[: COSTLIEST.value]:
         print(f"{one.cycles / 1e6:6.3f}  {one.part:16s} {one.name:32s} {one.source:32s} {one.result[:80]}")
 

@@ -209,7 +209,9 @@ def main(_) -> None:
         else:
             times = milliseconds(program, apply, make)
             row |= {"ms, median": round(float(np.median(times)), 3), "ms, fastest": round(min(times), 3)}
-        temporary = program.memory_analysis().temp_size_in_bytes / 1e9
+        memory = program.memory_analysis()
+        assert memory is not None
+        temporary = memory.temp_size_in_bytes / 1e9
         row |= {"temporaries, GB": round(temporary, 3), "compiled in s": round(compile_seconds, 1)}
         rows.append(row)
         print(",".join(map(str, row.values())), flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-import torch
+import torch  # type: ignore[import-not-found]
 from absl import app, flags
 
 LANES = flags.DEFINE_integer("lanes", 4, "Lanes.")
@@ -111,8 +111,8 @@ def measure(name: str, what: str, call: Callable, inputs: list, parameters: list
 
 
 def main(_) -> None:
-    import fla
-    import triton
+    import fla  # type: ignore[import-not-found]
+    import triton  # type: ignore[import-not-found]
 
     print(
         f"{torch.cuda.get_device_name()}, fla {fla.__version__}, torch {torch.__version__}, triton {triton.__version__}"

@@ -99,7 +99,7 @@ def serve_bucket(stack: contextlib.ExitStack):
     """A simulated bucket, which this process serves to its children."""
     sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
     import pytest
-    from fake_gcs import fake_gcs
+    from fake_gcs import fake_gcs  # type: ignore[import-not-found]
 
     return stack.enter_context(fake_gcs(stack.enter_context(pytest.MonkeyPatch.context())))
 

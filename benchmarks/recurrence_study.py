@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 
 from meliad_like.experiments.report import RESULT_NAME
 from meliad_like.resumable import write_json
+from meliad_like.studies.frames import with_error
 from meliad_like.studies.pictures import read_metrics
-from meliad_like.tables import Table, with_error
+from meliad_like.tables import Table
 
 ROWS = ("slide_13l", "fixed_skip")
 SPLITS = ("validation", "test")

@@ -136,7 +136,7 @@ def train_to_the_end(folder: Path, workdir: Path, **environment: str) -> float:
 def result(run: config.RunConfig, workdir: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """The arrays of the last checkpoint, and the rows."""
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        state, _ = checkpoints.restore(set_up(run)[-1].abstract_state, NUM_STEPS.value)
+        state, _ = checkpoints.restore(set_up(run)[-1].program.abstract_state, NUM_STEPS.value)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(state)}
     return arrays, rows(workdir)
 
