@@ -88,10 +88,10 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    # As launch/environment.sh does; it must be there before the program starts.
+    # As launch/environment.sh does; it must be there before the program starts. The imports above have started threads,
+    # too late for keep_freed_memory to give all of them one arena.
     if "GLIBC_TUNABLES" not in os.environ:
-        os.execve(
-            sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        )
+        tunables = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": tunables})
     keep_freed_memory()
     app.run(main)

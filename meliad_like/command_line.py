@@ -34,9 +34,12 @@ PATHS = ("workdir", "checkpoint", "folder", "input", "load_dir", "output", "stor
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status in a shell of a program that SIGINT (Ctrl-C) has ended."""
 
-GLIBC_OPTIONS = {-1: 2**31 - 1, -2: 64 << 20, -3: 32 << 20}
-"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, in bytes. The last has its largest value:
-an array above it is always given back."""
+GLIBC_OPTIONS = {-1: 2**31 - 1, -2: 64 << 20, -4: 0, -8: 1}
+"""glibc's M_TRIM_THRESHOLD and M_TOP_PAD, in bytes, M_MMAP_MAX and M_ARENA_MAX.
+
+All temporary arrays of a step are one array for glibc. It would map an array above 32 MiB by itself, at any threshold,
+and one above 64 MiB also where each thread has an arena of its own; what is mapped by itself is always given back.
+"""
 
 SHARED: dict[str, tuple[str, Any, str, dict[str, Any]]] = {
     "checkpoint": ("string", None, "Checkpoint folder, or the --workdir of a training.", {"required": True}),
@@ -219,7 +222,8 @@ class Command:
 def keep_freed_memory() -> None:
     """Lets the C library keep the memory that a training step on a CPU frees, for the next step.
 
-    glibc would give it back to the system, which clears each page of it again, for up to a quarter of the step.
+    glibc would give it back to the system, which clears each page of it again, for up to a quarter of the step. A
+    program calls it before its first thread, and so before most imports: a thread keeps the arena that it has.
     """
     with contextlib.suppress(OSError, AttributeError):  # another library than glibc
         libc = ctypes.CDLL(None)
