@@ -224,7 +224,7 @@ def test_a_state_has_one_size_and_is_continued_in_another_process(tmp_path):
         state = lm.read(np.random.default_rng(length).integers(0, 101, length), state)
         sizes.append({name: (x.shape, x.dtype) for name, x in state.arrays.items()})
     assert state.num_tokens == 1005 and sizes[0] == sizes[1]
-    assert sum(x.nbytes for x in state.arrays.values()) == lm.model.carry_size
+    assert sum(x.nbytes for x in state.arrays.values()) == lm.state_size
     state.save(tmp_path / "state.npz")
     done = forked.run("-c", CONTINUE, *(str(tmp_path / name) for name in ("state.npz", "scores.npy")))
     assert done.returncode == 0, done.stderr

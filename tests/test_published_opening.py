@@ -222,6 +222,8 @@ def test_how_far_a_model_sees_and_the_size_of_its_state_are_said(tmp_path):
     assert f" {size:,} bytes of state for each text; a token sees everything by its states, the last 24" in str(lm)
     assert str(lm).endswith("24 tokens by attention (DotProductAttention.span)>")
     assert str(opened("mamba2")).endswith("; a token sees everything by its states>")
+    windows = meliad_like.load(GOLDEN.parent / "gpt2_tiny")
+    assert sum(x.nbytes for x in windows.read(range(5)).arrays.values()) == windows.state_size > 1000
     # Without the parameters.
     shutil.copy(GOLDEN / "mamba2" / "config.json", tmp_path)
     described = forked.run("-m", "meliad_like.describe", "--noconfig", f"--load_dir={tmp_path}")

@@ -94,8 +94,14 @@ class LanguageModel:
         self.model, self.params, self.vocabulary = opened.model, opened.params, opened.vocabulary
 
     def __repr__(self) -> str:
-        numbers = f"{self.model.num_parameters:,} parameters, {self.model.carry_size:,} bytes of state for each text"
+        numbers = f"{self.model.num_parameters:,} parameters, {self.state_size:,} bytes of state for each text"
         return f"<{type(self).__name__}: {numbers}; a token sees {self.model.sight}>"
+
+    @property
+    def state_size(self) -> int:
+        """The number of bytes that a `State` keeps of a text, at any place of a document."""
+        carry = jax.eval_shape(lambda: self._generator().begin(0).carry)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carry))
 
     def begin(self, seed: int = 0) -> State:
         """The state before the first token of a document. The random seed is for texts that continue it."""

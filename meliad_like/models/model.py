@@ -119,11 +119,6 @@ class Model:
         return jax.eval_shape(make, self.abstract_params)
 
     @property
-    def carry_size(self) -> int:
-        """The number of bytes that one lane carries from segment to segment, at any place of a document."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_carry(1)))
-
-    @property
     def sight(self) -> str:
         """A text for people that says how far the model sees in a document."""
         traits, w = self.config.traits, self.config.window_length
