@@ -34,7 +34,7 @@ class Trial(NamedTuple):
     """The function (name of the kernel, dtype) -> the computation with this kernel, `none` for the default, in it."""
 
 
-def checked(kernel: str, dtype: str, kind: str, trials: Iterable[Trial], planned_for: str | None) -> str:
+def try_kernel(kernel: str, dtype: str, kind: str, trials: Iterable[Trial], planned_for: str | None) -> str:
     """The kernel, if it passes all trials in this dtype, otherwise `none`. One line on stderr says what was found.
 
     All processes must call it, and get the same result.

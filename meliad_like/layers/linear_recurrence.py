@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 
     def without_step(self) -> "Rule":
         """The same rule, whose values are multiplied by the step."""
-        return self if self.step is None else self._replace(value=scaled(self.value, self.step), step=None)
+        return self if self.step is None else self._replace(value=times_column(self.value, self.step), step=None)
 
 
 def read_token(matrix: Float[Array, "b h p k"], rule: Rule) -> tuple[Float[Array, "b h p k"], Float[Array, "b h p"]]:
@@ -95,8 +95,8 @@ def read_chunks(
         next_state = add
     else:
         strength = cut(rule.strength)
-        products = jnp.where(np.tri(chunk, k=-1, dtype=bool), scaled(of_keys[0], strength), 0)
-        known = scaled(jnp.concatenate([value, decay * key], axis=-1), strength)
+        products = jnp.where(np.tri(chunk, k=-1, dtype=bool), times_column(of_keys[0], strength), 0)
+        known = times_column(jnp.concatenate([value, decay * key], axis=-1), strength)
         solved = solve_unit_triangular(products, known)
         xs = of_chunk, *jnp.split(solved, [value.shape[-1]], axis=-1), key, until_end
 
@@ -119,13 +119,13 @@ def read_chunks(
     matrix, (before, update) = scan_in_order(lambda matrix: jax.lax.scan(step, matrix, (first.T, xs)), matrix)
     read = of_queries @ (value if rule.strength is None else update)
     if decay.shape[-1] == 1:
-        read += scaled(query @ before.mT, decay)
+        read += times_column(query @ before.mT, decay)
     else:
         read += (decay * query) @ before.mT
     return rearrange(matrix, "b g r p k -> b (g r) p k"), rearrange(read, "c b g r t p -> b (g r) (c t) p")
 
 
-def scaled(x: Float[Array, "*batch t n"], factor: Float[Array, "*batch t 1"]) -> Float[Array, "*batch t n"]:
+def times_column(x: Float[Array, "*batch t n"], factor: Float[Array, "*batch t 1"]) -> Float[Array, "*batch t n"]:
     """`x * factor`; on a CPU the sums for the gradient of the factor are products (`sums_by_products`)."""
     return x * (exact_product(factor, jnp.ones((1, x.shape[-1]), x.dtype)) if sums_by_products() else factor)
 
@@ -135,7 +135,7 @@ def written(
 ) -> Float[Array, "*batch r p k"]:
     """The part of the updates of a chunk's tokens that is left at its end; the smaller factor is decayed."""
     if until_end.shape[-1] == 1:
-        return scaled(update, until_end).mT @ key
+        return times_column(update, until_end).mT @ key
     return update.mT @ (key * until_end)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from meliad_like.kernels.check import Computation, Trial, checked
+from meliad_like.kernels.check import Computation, Trial, try_kernel
 from meliad_like.kernels.registry import KERNELS, RECURRENCES, kernel_of_platform
 from meliad_like.layers.backend import platform
 from meliad_like.mixers.base import MIXERS, DecoderShape, KernelKind, LayerContext, Mixer
@@ -51,7 +51,7 @@ def _has_window(shape: DecoderShape) -> bool:
 @functools.cache
 def _checked(shape: DecoderShape, dtype: str, kind: KernelKind, kernel: str, planned_for: str | None) -> str:
     """Checks a kernel of the kind `attention` or `recurrence` once; `planned_for`: the kind of devices not here."""
-    return checked(kernel, dtype, kind, _trials(shape, dtype, kind, kernel), planned_for)
+    return try_kernel(kernel, dtype, kind, _trials(shape, dtype, kind, kernel), planned_for)
 
 
 def _trials(shape: DecoderShape, rounded_to: str, kind: KernelKind, kernel: str) -> Iterator[Trial]:
