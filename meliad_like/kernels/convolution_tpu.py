@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.window_tpu import VMEM_LIMIT, sharded_on_mesh
+from meliad_like.kernels.common import sharded_on_mesh
+from meliad_like.kernels.window_tpu import VMEM_LIMIT
 from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 

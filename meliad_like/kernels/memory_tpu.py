@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meliad_like.kernels.window_tpu import matrix_product, sharded_on_mesh
+from meliad_like.kernels.common import matrix_product, sharded_on_mesh
 from meliad_like.layers.memory_search import Hits, MemorySearch, Operations
 from meliad_like.layers.sharding import MESH_AXES_OF
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.kernels.window_tpu import sharded_on_mesh
+from meliad_like.kernels.common import sharded_on_mesh
 from meliad_like.layers.linear_recurrence import Rule
 from meliad_like.layers.sharding import MESH_AXES_OF, scan_in_order
 

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import matrix_product as product
 from meliad_like.kernels.recurrence_gpu_programs import Options
-from meliad_like.kernels.window_tpu import matrix_product as product
 
 SLICE = 64
 """The largest number of channels that are computed at once."""

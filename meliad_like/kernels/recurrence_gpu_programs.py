@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from meliad_like.kernels.window_tpu import matrix_product as product
+from meliad_like.kernels.common import matrix_product as product
 
 SQUARE = 16
 """The side of the squares of which the inverse of a triangular matrix is made."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.window_tpu import matrix_product as product
+from meliad_like.kernels.common import matrix_product as product
 
 
 class Options(NamedTuple):

@@ -17,7 +17,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meliad_like.kernels.window_tpu import ROWS, sharded_on_mesh
+from meliad_like.kernels.common import sharded_on_mesh
+from meliad_like.kernels.window_tpu import ROWS
 from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 

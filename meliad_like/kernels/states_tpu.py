@@ -15,15 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.window_tpu import (
-    VMEM_LIMIT,
-    before_unit,
-    broadcast_transposed,
-    matrix_product,
-    rows_of,
-    scaled_unit,
-    sharded_on_mesh,
-)
+from meliad_like.kernels.common import matrix_product, sharded_on_mesh
+from meliad_like.kernels.window_tpu import VMEM_LIMIT, before_unit, broadcast_transposed, rows_of, scaled_unit
 from meliad_like.layers.attention import MASKED, unit
 from meliad_like.layers.sharding import MESH_AXES_OF
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.window_tpu import matrix_product
+from meliad_like.kernels.common import matrix_product
 from meliad_like.layers.attention import LOWEST, unit_and_factor
 
 SQUARES = 8

@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.kernels.common import matrix_product, sharded_on_mesh
 from meliad_like.kernels.window_wide import Passes, attend_wide_window
 from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
 from meliad_like.layers.losses import divisor
@@ -112,16 +113,6 @@ def sharded_by_head(run: Callable[..., Array]) -> Callable[..., Array]:
     lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
     tokens, by_head = PartitionSpec(lanes, None, heads), PartitionSpec(heads)
     return sharded_on_mesh(run, (Projected(*[tokens] * 5), by_head, by_head, PartitionSpec(lanes), by_head), tokens)
-
-
-def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Any]:
-    """`run`; under a mesh, each device runs it for its part of the arrays, because the compiler can't divide a kernel
-    among devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return run
-    axis_names = set(mesh.axis_names) - set(mesh.manual_axes)
-    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
 
 
 def _forward(options, inputs):
@@ -410,12 +401,6 @@ class _Row:
         """`x` with its columns rotated from their places in the first row of the ring to those in this row; or back."""
         shift = self.w - self.begin if back else self.begin
         return x if self.begin == 0 else pltpu.roll(x, shift, 1)
-
-
-def matrix_product(x: Array, y: Array, contracted: tuple[int, int] = (1, 0), precision: Any = None) -> Array:
-    """The product of two matrices, summed over one axis of each, in float32."""
-    axes = (contracted[:1], contracted[1:]), ((), ())
-    return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def broadcast_transposed(x: Array) -> Array:
