@@ -10,11 +10,16 @@ by another seed. It needs the extra `harness`.
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 from absl import app, flags
-from lm_eval.tasks.ruler.niah_utils import TEMPLATE  # type: ignore[import-not-found]  # an extra
-from lm_eval.tasks.ruler.prepare_niah import generate_input_output, get_haystack  # type: ignore[import-not-found]
+
+try:
+    from lm_eval.tasks.ruler.niah_utils import TEMPLATE  # type: ignore[import-not-found]  # an extra
+    from lm_eval.tasks.ruler.prepare_niah import generate_input_output, get_haystack  # type: ignore[import-not-found]
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: install the harness with pip install 'meliad_like[harness]'")
 
 OUTPUT = flags.DEFINE_string("output", "data/needles", "Folder for train/ and validation/.")
 DOCUMENTS = flags.DEFINE_integer("documents", 30_000, "The number of documents for training.")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import runpy
 import sys
 import tempfile
 from collections import Counter
@@ -292,6 +293,8 @@ def test_a_missing_harness_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"install the harness with pip install 'meliad_like\[harness\]'"):
         import_harness()
+    with pytest.raises(SystemExit, match=r"^error: .*install the harness with pip install 'meliad_like\[harness\]'$"):
+        runpy.run_path(f"{forked.ROOT}/benchmarks/needle_documents.py")
 
 
 @pytest.fixture(scope="module")
