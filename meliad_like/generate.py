@@ -65,8 +65,9 @@ def main() -> None:
         print(state.unfinished.decode(errors="replace"), end="", flush=True)
     # The first chunk waits for the compiler.
     rate = f", {sum(counts[1:]) / (moments[-1] - moments[0]):.0f} tokens/s" if len(moments) > 1 else ""
+    at_once = ": the model ended the document at once" if sum(counts) == 1 and state.batch_of_one.ended.all() else ""
     # On stderr, so that the outputs of two runs with a saved carry between them join to the output of one run.
-    print(f"\nread {num_read} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}", file=sys.stderr)
+    print(f"\nread {num_read} tokens in {read_seconds:.1f} s, wrote {sum(counts)}{rate}{at_once}", file=sys.stderr)
     if saves:
         state.save(SAVE_CARRY.value)
         print(f"saved the carry in {SAVE_CARRY.value}; --load_carry={SAVE_CARRY.value} resumes here", file=sys.stderr)

@@ -16,6 +16,7 @@ from decoders import with_mixer
 from tiny_run import environment
 
 from meliad_like.config import RunConfig
+from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
@@ -359,6 +360,16 @@ def test_command_line(folder, tmp_path):
     assert len(done.stdout) > 5
     assert "read 450 tokens in" in done.stderr
     assert "tokens/s" in done.stderr
+
+
+def test_a_document_that_ends_at_once_is_named(opened, tmp_path):
+    """Instead of a text without a word. Here the end's logit is twice that of the most likely token."""
+    [first] = LanguageModel(opened).generate("A book.", 1, temperature=0.0, stop_at_end=False).tokens
+    table = opened.params["embedding"]
+    write_checkpoint(tmp_path / "run", opened.params | {"embedding": table.at[END].set(2 * table[first])}, RUN, BYTES)
+    done = generate(f"--checkpoint={tmp_path / 'run'}", "--prompt=A book.", "--temperature=0")
+    assert (done.stdout, done.returncode) == ("", 0)
+    assert re.search("s, wrote 1: the model ended the document at once\n$", done.stderr)
 
 
 @pytest.mark.thorough
