@@ -246,6 +246,9 @@ def test_what_contradicts_is_named(place, tmp_path):
     refused("num_layers = 5, but .*theirs has 2", "PretrainedConfig.num_layers = 5")
     refused("window_length=100 is more than the max_positions=12", "PretrainedConfig.window_length = 100")
     refused("257 tokens and the vocabulary of the config 258", "VocabularyConfig.size_multiple = 2")
+    # Before documents are prepared, too.
+    with pytest.raises(UserError, match="257 tokens and the vocabulary of the config 258"):
+        config_for_training(place / "theirs", read_changes((), ("VocabularyConfig.size_multiple = 2",)))
     # Segments are as long as it says.
     refused("PretrainedConfig.window_length='long' must be int", "PretrainedConfig.window_length = 'long'")
     with pytest.raises(UserError, match="windows with overlap=2 need RunConfig.data='windows', not 'lanes'"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shlex
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models, processors
 import meliad_like
 from meliad_like.config import read_changes
 from meliad_like.conversion.published.family import to_tensors
-from meliad_like.conversion.published.folder import described
+from meliad_like.conversion.published.folder import config_of_published, described
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
 from meliad_like.run.opening import config_for_training
@@ -200,13 +201,14 @@ def test_a_text_ends_at_any_of_several_tokens(tmp_path, name):
 
 def test_a_tokenizer_that_cannot_be_read_may_be_replaced(tmp_path):
     """By the way that its error names; the token before texts belongs to the tokenizer of the folder."""
-    folder = copied("recurrent_gemma", tmp_path / "folder", {})
+    folder = copied("recurrent_gemma", tmp_path / "folder", {"vocab_size": 276})
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert config_for_training(folder, read_changes((), ())).vocabulary.begin_token == "<s>"
-    with pytest.raises(UserError, match="WordLevel .* SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"):
-        meliad_like.load(folder)
+    assert config_of_published(folder, read_changes((), ()))[0].vocabulary.begin_token == "<s>"
+    for open_folder in meliad_like.load, functools.partial(config_for_training, changes=read_changes((), ())):
+        with pytest.raises(UserError, match="WordLevel .* SentencePieceVocabularyConfig.model_file = 'tokenizer.mod"):
+            open_folder(folder)
     texts = ["the river of the night was long and the day was bright " * 50]
     (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(SentencePieceVocabularyConfig(size=276), texts))
     bindings = f"SentencePieceVocabularyConfig.model_file = {str(tmp_path / 'tokenizer.model')!r}"

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from meliad_like.config import Changes, RunConfig, bound_values, read_changes, to_gin, with_changes
 from meliad_like.config.saved import GIN_NAME
 from meliad_like.conversion import own_decoders
-from meliad_like.conversion.parameters import write_checkpoint
+from meliad_like.conversion.parameters import vocabulary_of, write_checkpoint
 from meliad_like.conversion.published.folder import config_of_published, open_published, write_published
 from meliad_like.conversion.published.windows import RECURRENCE_NAME
 from meliad_like.conversion.tensor_files import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, TENSORS_NAME, save_tensors
@@ -64,8 +64,11 @@ class HuggingFaceFormat:
 
     @staticmethod
     def config(folder: Path, changes: Changes) -> RunConfig:
-        """The config of a model, with these changes."""
-        return config_of_published(folder, changes)[0]
+        """The config of a model, with these changes. Raises a UserError if its vocabulary has another size."""
+        run, model = config_of_published(folder, changes)
+        if not run.vocabulary.trained:
+            vocabulary_of(run, model.vocabulary_size, folder)
+        return run
 
 
 def convert_from_huggingface(
