@@ -101,6 +101,11 @@ def test_the_beginnings_of_the_first_documents_are_copied(tmp_path, monkeypatch)
     copied = {split: sorted((tmp_path / "few" / split).iterdir()) for split in ("train", "validation", "test")}
     assert {split: len(paths) for split, paths in copied.items()} == {"train": 12, "validation": 2, "test": 2}
     assert copied["train"][3].read_bytes() == b"book\r\n1" and copied["test"][1].read_bytes() == b"book\r\n0"
+    # Each store of a mixture has its own.
+    monkeypatch.undo()
+    copy_documents(TextSource(folder=str(tmp_path / "books")), tmp_path / "odd", tmp_path / "even")
+    odd, even = ({path.read_bytes() for path in (tmp_path / name).rglob("*.txt")} for name in ("odd", "even"))
+    assert not odd & even and len(odd) == len(even) == 10
     with pytest.raises(UserError, match="there is no folder of documents at"):
         copy_documents(TextSource(folder=str(tmp_path / "none")), tmp_path / "nothing")
 

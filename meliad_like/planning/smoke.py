@@ -33,6 +33,7 @@ from meliad_like.run.workflow import train
 from meliad_like.sources.base import EmptyDocumentError, NotUTF8Error, SourceConfig, open_source
 from meliad_like.sources.files import StandardLibrarySource, TextSource
 from meliad_like.tables import Table
+from meliad_like.vocabularies.base import saved_vocabulary_config
 
 NUM_DOCUMENTS = {"train": 12, "validation": 2, "test": 2}
 MOST_CHARACTERS = 20_000
@@ -87,40 +88,42 @@ def make_small(run: RunConfig, folder: Path) -> RunConfig:
     else:
         file = getattr(run.vocabulary, "model_file", "")
         small = shrink(run, keep_vocabulary=bool(file) and any_path(file).exists())
-        documents = folder / "documents"
+        # The stores of a mixture have the same vocabulary, but no document in common.
+        numbers = range(len(run.data.shares))
+        stores, documents = ([folder / f"{name}_{i}" for i in numbers] for name in ("store", "documents"))
         try:
-            copy_documents(run.source, documents)
+            copy_documents(run.source, *documents)
         except UserError as error:
             say(f"the task's documents are not there ({error})")
-            copy_documents(StandardLibrarySource(), documents)
-        stores = [str(folder / f"store_{i}") for i in range(len(small.data.shares))]
-        source = TextSource(folder=str(documents))
-        small = with_changes(small, {"source": source, "data": small.data.with_stores(stores)})
-        for store in stores:
-            prepare(small.source, small.vocabulary, store, 1, for_training=True)
+            copy_documents(StandardLibrarySource(), *documents)
+        sources = [TextSource(folder=str(each)) for each in documents]
+        small = with_changes(small, {"source": sources[0], "data": small.data.with_stores([*map(str, stores)])})
+        for i in numbers:
+            vocabulary = saved_vocabulary_config(stores[0]) if i else small.vocabulary
+            prepare(sources[i], vocabulary, str(stores[i]), 1, for_training=True)
     changed = [(name, str(full), str(value)) for name, (full, value) in differences(run, small).items()]
     Console().print(Table("made smaller", ("", "full", "here"), changed).to_rich())
     return small
 
 
-def copy_documents(config: SourceConfig, folder: Path) -> None:
-    """Writes the beginnings of a source's first documents as text files, in a folder for each split.
+def copy_documents(config: SourceConfig, *folders: Path) -> None:
+    """Writes the beginnings of a source's first documents as text files into the folders, each with a folder for each
+    split and with documents of its own.
 
     A split without documents among the first ones gets copies of training documents. Raises a UserError if the source
     can't be opened or has no documents.
     """
-
     texts: dict[str, list[str]] = {split: [] for split in NUM_DOCUMENTS}
     for reference in itertools.islice(open_source(config).references(), MOST_READ):
-        if all(len(texts[split]) >= number for split, number in NUM_DOCUMENTS.items()):
+        if all(len(texts[split]) >= number * len(folders) for split, number in NUM_DOCUMENTS.items()):
             break
         with contextlib.suppress(EmptyDocumentError, NotUTF8Error):
             document = reference()
             texts[document.split].append(document.text[:MOST_CHARACTERS])
     all_texts = [text for of_split in texts.values() for text in of_split]
-    for split, number in NUM_DOCUMENTS.items():
+    for (place, folder), (split, number) in itertools.product(enumerate(folders), NUM_DOCUMENTS.items()):
         (folder / split).mkdir(parents=True)
-        for i, text in enumerate((texts[split] or all_texts)[:number]):
+        for i, text in enumerate((texts[split] or all_texts)[place :: len(folders)][:number]):
             (folder / split / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
 
 
