@@ -100,7 +100,7 @@ class LanguageModel:
     @property
     def state_size(self) -> int:
         """The number of bytes that a `State` keeps of a text, at any place of a document."""
-        carry = jax.eval_shape(lambda: self._generator().begin(0).carry)
+        carry = self.model.abstract_carry(1, decoding=True)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carry))
 
     def begin(self, seed: int = 0) -> State:
