@@ -207,7 +207,8 @@ def test_a_tokenizer_that_cannot_be_read_may_be_replaced(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     assert config_of_published(folder, read_changes((), ()))[0].vocabulary.begin_token == "<s>"
     for open_folder in meliad_like.load, functools.partial(config_for_training, changes=read_changes((), ())):
-        with pytest.raises(UserError, match="WordLevel .* SentencePieceVocabularyConfig.model_file = 'tokenizer.mod"):
+        way_out = "SentencePieceVocabularyConfig.model_file = 'tokenizer.model'"
+        with pytest.raises(UserError, match=f"WordLevel .* {way_out}"):
             open_folder(folder)
     texts = ["the river of the night was long and the day was bright " * 50]
     (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(SentencePieceVocabularyConfig(size=276), texts))
