@@ -1,4 +1,4 @@
-"""What kernels of all platforms share."""
+"""Functions that the kernels of all platforms share."""
 
 from collections.abc import Callable
 from typing import Any
