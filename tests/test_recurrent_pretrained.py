@@ -16,7 +16,14 @@ from pretrained_models import tensors
 from meliad_like.data.readers import LanesReader
 from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.families.pretrained.recurrence import WindowSummary
-from meliad_like.generation.reading import read_while_decoding
+from meliad_like.generation import reading
+from meliad_like.generation.reading import (
+    NO_TOKEN,
+    GenerationState,
+    RequestedResults,
+    TextReader,
+    read_while_decoding,
+)
 from meliad_like.models.model import Model
 from meliad_like.studies.interventions import part_names
 
@@ -188,6 +195,40 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
     expected = losses_by_windows(model, params)
     found = -log_probabilities[np.arange(len(TOKENS) - 1), 0, TOKENS[1:]]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"sliding_window": 5}),
+        ("gpt2", {"recurrence": (dataclasses.replace(SUMMARY, pooling="max", insertion_point="after_norm"),)}),
+    ],
+)
+def test_a_window_read_again_is_its_tokens_one_by_one(architecture, changes, monkeypatch):
+    """Two texts in pieces, of which some end inside a window, some with one, and some are empty."""
+    model, params = make(architecture, **changes)
+    reader = TextReader(model, params, 2 * W)
+    pieces = [(3, 1), (2, 0), (5, 7), (1, 4), (0, W), (8 * W // 4, 3)]
+    assert all(reader._reread(np.array([0, 3]), np.array([2, n])) for n in (0, 1, 5))
+
+    def read():
+        nothing = np.zeros(2, int)
+        carry = jax.jit(lambda: ways.begin(model, params, 2, decoding=True))()
+        state = GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, nothing, nothing, nothing > 0)
+        place, found = np.array([0, 20]), []
+        for lengths in pieces:
+            texts = [TOKENS[at : at + length] for at, length in zip(place, lengths)]
+            results, state, rest = reader.look(state, texts, RequestedResults(True, True, (0, 2)), finish=True)
+            place += lengths
+            assert not any(map(len, rest))
+            found.append(results)
+        logits, _ = ways.decode_token(model, params, state.token, state.carry)
+        return found, logits, state.carry.position
+
+    at_once = read()
+    monkeypatch.setattr(reading, "ONE_BY_ONE", 0)
+    assert not reader._reread(np.array([0, 3]), np.array([2, 5]))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), at_once, read())
 
 
 @pytest.mark.thorough

@@ -23,6 +23,8 @@ from meliad_like.training.checkpoints import named_arrays
 
 LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
+ONE_BY_ONE = 16
+"""A token that is read by itself takes a CPU about as long as this number of tokens of a window that is read again."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -71,7 +73,8 @@ class RequestedResults(NamedTuple):
 
 
 class TextReader:
-    """Reads texts with fixed parameters: whole segments, then whole blocks, then token by token."""
+    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest token by token, or at once if
+    the model can read a block again (`ModelTraits.rereads_blocks`)."""
 
     def __init__(self, model: Model, params: Any, segment_length: int):
         self._model, self._params = model, params
@@ -109,12 +112,15 @@ class TextReader:
         carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
         while remaining.any():
             counts, size = self._next(num_read, remaining)
-            tokens, targets = _cut(rows, place, counts, size or self._window_length)
+            again = 0 if size else self._reread(num_read, counts)
+            tokens, targets = _cut(rows, place, counts, size or again or self._window_length)
             common = (self._model, self._params, carry, tokens, targets)
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
+            lanes = None if counts.all() else counts > 0
             if size:
-                lanes = None if counts.all() else counts > 0
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
+            elif again:
+                carry, results = _read_again(*common, counts, lanes, requested=requested)
             elif finish or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
                 carry, results = _read_tokens(*common, counts, even=even, requested=requested)
@@ -148,6 +154,15 @@ class TextReader:
             if (full := remaining >= size).any():
                 return np.where(full, size, 0), size
         return remaining, 0
+
+    def _reread(self, num_read: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"]) -> int:
+        """The number of tokens of a block that are read again with these, a power of two or all; 0: these tokens are
+        read one by one."""
+        if not self._model.config.traits.rereads_blocks:
+            return 0
+        longest = int(np.max(np.where(counts > 0, num_read % self._window_length + counts, 0)))
+        size = min(1 << (longest - 1).bit_length(), self._window_length)
+        return size if ONE_BY_ONE * counts.max() >= size else 0
 
 
 def read_while_decoding(
@@ -198,6 +213,16 @@ def _results(
 def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, requested: RequestedResults):
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
     results, next_carry = _look(model, params, carry, tokens, targets, start, requested)
+    return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
+def _read_again(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
+    """Reads the first `counts` tokens of each lane, and again those before them in their blocks: returns the carry and
+    the results."""
+    module = model.bind(params)
+    outputs, next_carry = module.reread_block(tokens, counts, carry)
+    results = _results(module, outputs, targets, requested)
     return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -184,6 +185,26 @@ class PretrainedDecoder(BaseDecoder):
         groups = groups_of(self.layers, self.config.scan_layers)
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
+
+    def reread_block(
+        self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: DecoderCarry
+    ) -> tuple[list[Float[Array, "b n d"]], DecoderCarry]:
+        """Reads the first `counts` tokens of each lane at once, while decoding, by reading their window from its
+        beginning on, of which they are among the first `n`. Windows must not overlap. Returns as `read_token` the
+        embedding of these tokens and each layer's output, and the carry."""
+        n, w = tokens.shape[1], self.config.window_length
+        offset = carry.position % w
+        place = jnp.arange(n) - offset[:, None]
+        new = jnp.take_along_axis(tokens, jnp.clip(place, 0), axis=1)
+        held = jnp.where((place >= 0) & (place < counts[:, None]), new, carry.window.tokens[:, :n])
+        outputs, layers = self._read_window(held, carry.position - offset, carry.window.inserted, carry.layers, None)
+        position = carry.position + counts
+        window = carry.window._replace(tokens=carry.window.tokens.at[:, :n].set(held))
+        window = self._with_outputs(window, np.s_[:, :n], outputs)
+        carry = DecoderCarry(position, [cache._replace(position=position) for cache in layers], window)
+        places = jnp.clip(jnp.arange(n) + offset[:, None], max=n - 1)[..., None]
+        outputs = [jnp.take_along_axis(y, places, axis=1) for y in outputs]
+        return at_lanes((counts > 0) & (position % w == 0), self._begin_window, outputs, carry)
 
     def read_token(self, token, carry):
         """Reads one token per lane, as `BaseDecoder.read_token`.
