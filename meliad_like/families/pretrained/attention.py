@@ -31,9 +31,11 @@ class WindowAttention(SpanAttention):
         query, key, value, gate = self._heads(windows, offset)
         if carry is not None:
             # The last window is the current one, of which these are the first tokens.
-            last = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
-            cached = (cached.at[:, :, : windows.shape[1]].set(y) for cached, y in zip(carry, last))
-            carry = AttentionCache(*cached, carry.position)
+            keys, values = (
+                cached.at[:, :, : y.shape[2]].set(rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1])
+                for cached, y in ((carry.key, key), (carry.value, value))
+            )
+            carry = AttentionCache(keys, values, carry.position)
         mixed = self._attend(query, key, value, offset, context, context.positions.reshape(-1) > 0, dropout_key)
         return rearrange(self._output(mixed, gate), "(b c) w i -> b (c w) i", c=c), carry
 
