@@ -1,12 +1,11 @@
 """Bamba (`model_type` bamba): Mamba-2, and in some layers full attention with positions on half of a head."""
 
-from meliad_like.conversion.published.family import Family, places_of_attention, register
+from meliad_like.conversion.published.family import Family, places_of_attention
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import attention, rotary, stack
 from meliad_like.mixers.mamba2 import Mamba2
 
 
-@register
 class BambaFamily(Family):
     model_types = ("bamba",)
     final_norm = "model.final_layernorm"
@@ -15,7 +14,6 @@ class BambaFamily(Family):
 
     def decoder(self, fields):
         [layers] = fields.sizes("num_hidden_layers")
-        fields.only("hidden_act", "silu", "swish")
         fields.without_effect("num_logits_to_keep", "z_loss_coefficient")
         epsilon, full = fields("rms_norm_eps", float, 1e-5), fields("attn_layer_indices", tuple[int, ...], ())
         mixers = {

@@ -1,6 +1,6 @@
 """Falcon-H1 (`model_type` falcon_h1): in every layer Mamba-2 and full attention side by side, and many multipliers."""
 
-from meliad_like.conversion.published.family import Family, gated_network, places_of_attention, register
+from meliad_like.conversion.published.family import Family, gated_network, places_of_attention
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import attention, decoder, rotary
 from meliad_like.errors import UserError
@@ -20,7 +20,6 @@ def factors(fields, name: str, number: int) -> list[float]:
     return list(values)
 
 
-@register
 class FalconH1Family(Family):
     """The multipliers are folded into linear maps; two are factors of the decoder."""
 
@@ -30,7 +29,6 @@ class FalconH1Family(Family):
 
     def decoder(self, fields):
         layers, d, h = fields.sizes("num_hidden_layers", "hidden_size", "num_attention_heads")
-        fields.only("hidden_act", "silu", "swish")
         # A field of older files, with the only value that there is.
         fields.only("mamba_use_mlp", True)
         fields.without_effect("num_logits_to_keep", "mlp_expansion_factor")

@@ -168,9 +168,9 @@ def places_of_attention(
 
 
 class Family:
-    """A family of published models. `register` adds it to `FAMILIES`."""
+    """A family of published models. A subclass is added to `FAMILIES` under each of its model types."""
 
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...] = ()
     embedding, final_norm, layers = "model.embed_tokens", "model.norm", "model.layers"
     """The names of modules in the file: those outside of layers, and the list of layers."""
     norms = "input_layernorm", "post_attention_layernorm"
@@ -179,6 +179,9 @@ class Family:
     """A layer's gated network."""
     norm_offset = 0.0
     """The number that is added to the weights of these norms."""
+
+    def __init_subclass__(cls):
+        FAMILIES.update(dict.fromkeys(cls.model_types, cls()))
 
     def normal_form(self, saved: dict[str, Any], owner: str) -> dict[str, Any]:
         """The config.json from which the family reads and which it writes."""
@@ -294,9 +297,3 @@ def to_tensors(family: Family, places: Places, params: Any) -> dict[str, np.ndar
         for i, piece in enumerate(pieces):
             tensors[piece] = np.ascontiguousarray(whole[i * length : (i + 1) * length])
     return tensors
-
-
-def register(family: type[Family]) -> type[Family]:
-    """A class decorator that adds a family under its model types."""
-    FAMILIES.update(dict.fromkeys(family.model_types, family()))
-    return family

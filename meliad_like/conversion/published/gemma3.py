@@ -1,12 +1,11 @@
 """Gemma 3 (`model_type` gemma3_text): attention to windows, and in every sixth layer full attention; norms around."""
 
-from meliad_like.conversion.published.family import Family, places_of_attention, register
+from meliad_like.conversion.published.family import Family, places_of_attention
 from meliad_like.conversion.published.parts import WINDOWS, attention, layer_types, rotary, stack
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import LocalAttention
 
 
-@register
 class Gemma3Family(Family):
     """The language model alone. Only full attention may have a scaling of rotary positions."""
 

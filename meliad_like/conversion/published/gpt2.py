@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meliad_like.conversion.published.family import SAME, Family, Part, linear, register
+from meliad_like.conversion.published.family import SAME, Family, Part, linear
 from meliad_like.conversion.published.parts import CONSTANTS
 from meliad_like.conversion.published.windows import read_config
 from meliad_like.errors import UserError
@@ -11,7 +11,6 @@ from meliad_like.layers.rotary import RotaryScaling
 LINEAR = {"output": "attn.c_proj", "feedforward/network/hidden": "mlp.c_fc", "feedforward/network/output": "mlp.c_proj"}
 
 
-@register
 class GPT2Family(Family):
     """Linear maps are [in, out] in the file, as ours are."""
 

@@ -1,13 +1,12 @@
 """Granite 4.0 H, dense (`model_type` granitemoehybrid without experts): Mamba-2, and in some layers full attention."""
 
-from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
+from meliad_like.conversion.published.family import Family, linear, places_of_attention
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence_of_hybrid
 from meliad_like.conversion.published.parts import attention, layer_types, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.mamba2 import Mamba2
 
 
-@register
 class GraniteHybridFamily(Family):
     """Residual branches have a factor, which is folded into their last linear maps."""
 
@@ -17,7 +16,6 @@ class GraniteHybridFamily(Family):
         if (experts := fields("num_local_experts", int, 8)) != 0:
             raise UserError(f"{fields.owner}: we have no mixtures of experts, and num_local_experts = {experts}")
         layers, f = fields.sizes("num_hidden_layers", "shared_intermediate_size")
-        fields.only("hidden_act", "silu", "swish")
         fields.only("position_embedding_type", "rope", "nope")
         positions = rotary(fields)
         if fields.saved.get("position_embedding_type") != "rope":

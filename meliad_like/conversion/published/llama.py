@@ -1,6 +1,6 @@
 """Llama and Mistral (`model_type` llama and mistral), which read by windows, or as decoders that carry."""
 
-from meliad_like.conversion.published.family import Family, places_of_attention, register
+from meliad_like.conversion.published.family import Family, places_of_attention
 from meliad_like.conversion.published.parts import CONSTANTS, FULL_SPAN, attention, rotary, stack
 from meliad_like.conversion.published.windows import read_config
 from meliad_like.layers.feedforward import GatedFeedForward
@@ -10,7 +10,6 @@ MISTRAL_WINDOW = 4096
 """The sliding window of a `mistral` model whose file has no `sliding_window`; one that is null has none."""
 
 
-@register
 class LlamaFamily(Family):
     """A decoder's full attention sees as many tokens as the model has positions, and at most `FULL_SPAN`; Mistral's its
     window."""

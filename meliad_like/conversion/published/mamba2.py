@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear, number, register
+from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear, number
 from meliad_like.conversion.published.parts import decoder
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import DecoderShape
@@ -71,7 +71,6 @@ def places_of_mamba2(
     }
 
 
-@register
 class Mamba2Family(Family):
     """Layers of Mamba-2 alone."""
 
@@ -87,7 +86,6 @@ class Mamba2Family(Family):
         layers, h, p = fields.sizes("num_hidden_layers", "num_heads", "head_dim")
         epsilon = fields("layer_norm_epsilon", float, 1e-5)
         sizes = ("num_heads", "state_size", "n_groups", "conv_kernel", "head_dim")
-        fields.only("hidden_act", "silu", "swish")
         fields.without_effect(
             *("chunk_size", "expand", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm"),
             *(f"time_step_{name}" for name in ("floor", "max", "min", "rank")),

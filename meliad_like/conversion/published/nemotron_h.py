@@ -1,6 +1,6 @@
 """Nemotron-H without experts (`model_type` nemotron_h): layers of Mamba-2, of attention or of a network alone."""
 
-from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
+from meliad_like.conversion.published.family import Family, linear, places_of_attention
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
 from meliad_like.conversion.published.parts import attention, decoder
 from meliad_like.errors import UserError
@@ -18,7 +18,6 @@ ENTRIES = {
 }
 
 
-@register
 class NemotronHFamily(Family):
     """Steps have the limits of `time_step_limit`, with which the published weights were trained. transformers 5.24
     limits them by `time_step_min` instead (https://github.com/huggingface/transformers/pull/48989)."""

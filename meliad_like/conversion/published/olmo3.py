@@ -1,11 +1,10 @@
 """OLMo 3 (`model_type` olmo3): attention to windows, and in every fourth layer full attention; norms come last."""
 
-from meliad_like.conversion.published.family import Family, register
+from meliad_like.conversion.published.family import Family
 from meliad_like.conversion.published.parts import WINDOWS, attention, layer_types, rotary, stack
 from meliad_like.mixers.dot_product_attention import LocalAttention
 
 
-@register
 class Olmo3Family(Family):
     """Only full attention may have a scaling of rotary positions."""
 
@@ -14,7 +13,6 @@ class Olmo3Family(Family):
 
     def decoder(self, fields):
         [layers] = fields.sizes("num_hidden_layers")
-        fields.only("hidden_act", "silu", "swish")
         epsilon, span = fields("rms_norm_eps", float, 1e-5), fields("sliding_window", int, 4096)
         normed = {"norm": "all", "norm_epsilon": epsilon}
         of_windows, of_full = (rotary(fields, base=500_000.0, kind=kind) for kind in WINDOWS)

@@ -2,7 +2,7 @@
 
 import re
 
-from meliad_like.conversion.published.family import Family, Part, places_of_attention, register
+from meliad_like.conversion.published.family import Family, Part, places_of_attention
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -19,7 +19,6 @@ RECURRENCE = {
 }
 
 
-@register
 class OlmoHybridFamily(Family):
     """Tensors are named as transformers 5.24 writes them, which differs from what they are."""
 
@@ -46,7 +45,6 @@ class OlmoHybridFamily(Family):
         if value_heads % key_heads:
             raise UserError(f"linear_num_value_heads={value_heads} must be a multiple of {key_heads=}")
         key_size = fields("linear_key_head_dim", int, int(0.75 * d / key_heads))
-        fields.only("hidden_act", "silu", "swish")
         fields.without_effect(
             "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"
         )

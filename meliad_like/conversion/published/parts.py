@@ -118,7 +118,10 @@ def decoder(
     fields: Fields, entries: Sequence[str], mixers: Sequence[MixerConfig], *, tied: bool = False, **others: Any
 ) -> DecoderConfig:
     """The decoder whose layers have these entries (`DecoderConfig.pattern`). `others` are further fields of it, also in
-    place of the usual sizes; `tied` is whether logits share the embedding where the file doesn't say it."""
+    place of the usual sizes; `tied` is whether logits share the embedding where the file doesn't say it. Without
+    `feedforwards` among them, the file's activation must be that of our networks and of Mamba-2, SiLU."""
+    if "feedforwards" not in others:
+        fields.only("hidden_act", "silu", "swish")
     sizes = {ours: fields.sizes(theirs)[0] for ours, theirs in SIZES.items() if ours not in others}
     sizes |= others
     return DecoderConfig(

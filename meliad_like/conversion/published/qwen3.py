@@ -1,17 +1,15 @@
 """Qwen3, dense (`model_type` qwen3): full attention with norms of queries and keys; the last layers may see windows."""
 
-from meliad_like.conversion.published.family import Family, register
+from meliad_like.conversion.published.family import Family
 from meliad_like.conversion.published.parts import WINDOWS, attention, layer_types, rotary, stack
 from meliad_like.mixers.dot_product_attention import LocalAttention
 
 
-@register
 class Qwen3Family(Family):
     model_types = ("qwen3",)
 
     def decoder(self, fields):
         [layers] = fields.sizes("num_hidden_layers")
-        fields.only("hidden_act", "silu", "swish")
         epsilon, with_windows = fields("rms_norm_eps", float, 1e-6), fields("use_sliding_window", bool, False)
         first, span = fields("max_window_layers", int, 28), fields("sliding_window", int, 4096)
         settings = {"norm": "head", "norm_epsilon": epsilon, **rotary(fields)}

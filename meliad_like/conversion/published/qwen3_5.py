@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meliad_like.conversion.published.family import Family, linear, places_of_attention, register
+from meliad_like.conversion.published.family import Family, linear, places_of_attention
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -16,7 +16,6 @@ RECURRENCE = dict.fromkeys(("query", "key", "value"), "in_proj_qkv") | {
 }
 
 
-@register
 class Qwen35Family(Family):
     """Qwen3.5. A model that also sees pictures is opened as its language model alone, and written as qwen3_5_text."""
 
@@ -42,7 +41,6 @@ class Qwen35Family(Family):
         taps, key_size, value_size, key_heads, value_heads = fields.sizes(*(f"linear_{name}" for name in names))
         if value_heads % key_heads:
             raise UserError(f"linear_num_value_heads={value_heads} must be a multiple of {key_heads=}")
-        fields.only("hidden_act", "silu", "swish")
         fields.only("attn_output_gate", True)
         fields.only("output_gate_type", "swish", "silu")
         fields.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear, places_of_attention, register
+from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear, places_of_attention
 from meliad_like.conversion.published.parts import attention, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import GatedFeedForward
@@ -12,7 +12,6 @@ from meliad_like.mixers.rg_lru import RGLRU
 KINDS = ("recurrent", "attention")
 
 
-@register
 class RecurrentGemmaFamily(Family):
     """The window is as in transformers, with the token itself; in Google's code, with which the published weights
     were trained, a token sees one more: `DotProductAttention.span = 2049`."""
