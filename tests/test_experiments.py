@@ -189,8 +189,8 @@ def test_times_and_memory_of_rows_are_written_for_the_table(tmp_path, monkeypatc
     # Parameters, momentum and second moments, in float32.
     assert row["memory_bytes"] > 3 * 4 * row["parameters"]
     results = gather(TABLES["table1"], tmp_path, [0], "test")
-    assert results.mean("slide_12l", "milliseconds") == pytest.approx(1e3 * row["seconds"][0])
-    assert np.isnan(results.mean("slide_12l", "step_time"))  # its baseline was not timed
+    assert results.means.at["slide_12l", "milliseconds"] == pytest.approx(1e3 * row["seconds"][0])
+    assert np.isnan(results.means.at["slide_12l", "step_time"])  # its baseline was not timed
 
 
 def write_bits(folder, row: str, *bits: float) -> None:
@@ -245,9 +245,9 @@ def test_a_mean_does_not_leave_out_the_run_that_was_not_finite(tmp_path):
     write_bits(tmp_path, "fixed_skip", 2.0)
     write_result(tmp_path, TABLES["table1"].row("fixed_skip"), 1, bits_per_byte=None)
     results = gather(TABLES["table1"], tmp_path, [0, 1], "test")
-    assert results.mean("slide_13l", "bits_per_byte") == 1.25
+    assert results.means.at["slide_13l", "bits_per_byte"] == 1.25
     for measure in ("bits_per_byte", "difference"):
-        assert np.isnan(results.mean("fixed_skip", measure))
+        assert np.isnan(results.means.at["fixed_skip", measure])
         assert np.isnan(results.errors.at["fixed_skip", measure])
     draw(results, tmp_path / "drawn.png")
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from meliad_like.errors import UserError
 from meliad_like.experiments.step_time import relative_time
-from meliad_like.experiments.tables import Grid, Row, Table, read_csv
+from meliad_like.experiments.tables import Row, Table, read_csv
 from meliad_like.resumable import read_json
-from meliad_like.studies.frames import number, table_of, with_error
+from meliad_like.studies.frames import table_of, with_error
 from meliad_like.tables import Table as TextTable
 
 RESULT_NAME = "result.json"
@@ -36,9 +36,6 @@ class Results(NamedTuple):
     """Standard errors of the means; NaN of fewer than two runs."""
     timed_on: Sequence[str]
     """The devices that steps were timed on."""
-
-    def mean(self, row: str, measure: str) -> float:
-        return float(self.means.at[row, measure])
 
     @property
     def measures(self) -> list[str]:
@@ -76,8 +73,7 @@ class Results(NamedTuple):
             differences = f"Differences in {compared} (of runs with the same seed){times}"
             explained = f"{differences} are relative to: {baselines}. {explained}"
         table = _text(self.frame, self.measures, self.table.paper_columns).to_markdown().rstrip()
-        grids = [text for grid in self.table.grids if (text := _grid(grid, self))]
-        return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained, *grids]) + "\n"
+        return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained]) + "\n"
 
     def notes(self, scale: str) -> list[str]:
         """The documents, steps, seeds and machines that all runs have in common."""
@@ -206,23 +202,6 @@ def _baselines(results: Results) -> str:
     if results.table.against or len(compared) == 1:
         return results.table.against or next(iter(compared))
     return "; ".join(f"{baseline} ({' / '.join(names)})" for baseline, names in compared.items())
-
-
-def _grid(grid: Grid, results: Results) -> str:
-    """Markdown without the lines and columns that have none of our figures; empty if there are none at all."""
-    papers = {row.name: row.paper.get(grid.paper, math.nan) for row in results.rows}
-    names = pd.DataFrame(grid.rows).T
-    ours = names.map(lambda name: results.mean(name, grid.measure))
-    names = names.loc[ours.notna().any(axis=1), ours.notna().any(axis=0)]
-    if names.empty:
-        return ""
-
-    def cell(name: str) -> str:
-        mean = number(results.mean(name, grid.measure), COLUMNS["form"][grid.measure])
-        return f"{mean} ({papers[name]:,.10g})" if name in papers else ""
-
-    cells = names.map(cell).rename_axis("").reset_index()
-    return table_of(cells, f"{grid.title} (in brackets the paper's)").to_markdown().rstrip()
 
 
 def _span(values: pd.Series) -> str:

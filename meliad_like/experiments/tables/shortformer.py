@@ -6,7 +6,7 @@ otherwise, on a V100. The sliding window (S.W.) has a stride of 512.
 
 import functools
 
-from meliad_like.experiments.tables.table import Grid, Panel, Scale, Table, line, read_bindings, read_rows
+from meliad_like.experiments.tables.table import Panel, Scale, Table, line, read_bindings, read_rows
 
 FIRST_LENGTHS = (32, 64, 128, 256, 512, 1024, 1536)
 
@@ -54,10 +54,5 @@ PANELS = (
     against("share_of_first_stage", SHARES, logarithmic=False, x_label=STAGES),
     against("segment_length", BY_LENGTH, x_label=LENGTHS),
 )
-CELLS = {f"{some} epochs": {f"L {n}": f"staged_{n}_{some}" for n in FIRST_LENGTHS} for some in range(25, 201, 25)}
-GRIDS = (
-    Grid("Table 2: perplexity by epochs and length of the first stage", "perplexity", "perplexity", CELLS),
-    Grid("Table 8: time of training over the baseline's", "step_time", "step time", CELLS),
-)
 TITLE = "Shortformer: staged training, infused positions and caching"
-TABLE = Table("shortformer", TITLE, ROWS, PANELS, grids=GRIDS, scales=SCALES, by_protocol=True)
+TABLE = Table("shortformer", TITLE, ROWS, PANELS, scales=SCALES, by_protocol=True)

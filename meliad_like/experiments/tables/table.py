@@ -101,17 +101,6 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Figures of some rows by two of their properties, the paper's in brackets."""
-
-    title: str
-    measure: str
-    paper: str
-    rows: Mapping[str, Mapping[str, str]]
-    """Names of rows, by the headers of line and column."""
-
-
-@dataclass(frozen=True)
 class Scale(Divisors):
     """The divisors by which the rows of a table are smaller than in the paper, all by the same rule."""
 
@@ -142,7 +131,6 @@ class Table:
     panels: tuple[Panel, ...] = ()
     compared: str = "bits_per_byte"
     """The figure whose `difference` is a row's value minus its baseline's."""
-    grids: tuple[Grid, ...] = ()
     scales: Mapping[str, Scale] = field(default_factory=dict)
     """The sizes in which it can be made."""
     by_protocol: bool = False
