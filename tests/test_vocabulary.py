@@ -11,8 +11,8 @@ from meliad_like.errors import UserError
 from meliad_like.vocabularies.base import (
     BytesVocabularyConfig,
     ByteVocabulary,
-    StreamingDecoder,
     load_vocabulary,
+    utf8_decoder,
 )
 from meliad_like.vocabularies.sentencepiece import SentencePieceVocabulary, SentencePieceVocabularyConfig
 
@@ -72,17 +72,17 @@ def test_ids(vocabulary):
 
 def test_stream_gives_whole_characters(vocabulary):
     text = "é \u6f22\U0001f600."
-    stream = StreamingDecoder(vocabulary)
-    parts = [stream.push(token) for token in vocabulary.encode(text)]
-    assert "".join(parts) + stream.finish() == text
+    decoder = utf8_decoder()
+    parts = [decoder.decode(vocabulary.decode_bytes([token])) for token in vocabulary.encode(text)]
+    assert "".join(parts) + decoder.decode(b"", final=True) == text
     assert "\ufffd" not in "".join(parts)
 
 
 def test_stream_that_ends_within_a_character(vocabulary):
-    stream = StreamingDecoder(vocabulary)
+    decoder = utf8_decoder()
     for token in vocabulary.encode("\U0001f600")[:-1]:
-        assert stream.push(token) == ""
-    assert stream.finish() == "\ufffd"
+        assert decoder.decode(vocabulary.decode_bytes([token])) == ""
+    assert decoder.decode(b"", final=True) == "\ufffd"
 
 
 def test_save_and_load(vocabulary, tmp_path):

@@ -27,7 +27,7 @@ from meliad_like.library.results import Continuation, Hypothesis, Outputs, Score
 from meliad_like.models.config import ActivationDtype
 from meliad_like.run.opening import OpenedCheckpoint, open_model
 from meliad_like.run.text import EncodedText, carry_identity, check_text, encode_text
-from meliad_like.vocabularies.base import StreamingDecoder
+from meliad_like.vocabularies.base import utf8_decoder
 
 Text = str | Sequence[int] | np.ndarray
 """A text, or its tokens."""
@@ -222,12 +222,12 @@ class LanguageModel:
         sampling: dict[str, Any] = dict(settings)
         stop_at_end, chunk = sampling.pop("stop_at_end", True), sampling.pop("chunk", None)
         generator = self._generator(SamplingConfig(**sampling), stop_at_end, chunk)
-        decoders = [StreamingDecoder(self.vocabulary, state.unfinished) for state in states]
+        decoders = [utf8_decoder(state.unfinished) for state in states]
         for written, batch in generator.write(self._joined(states, seeds), tokens):
-            texts = [decoder.push(*new) for decoder, new in zip(decoders, written)]
+            texts = [decoder.decode(self.vocabulary.decode_bytes(new)) for decoder, new in zip(decoders, written)]
             for lane, new in enumerate(written):
                 if new:
-                    states[lane] = State(self.opened, batch, lane, decoders[lane].unfinished)
+                    states[lane] = State(self.opened, batch, lane, decoders[lane].getstate()[0])
                     if batch.ended[lane] and not is_alone:
                         # The other texts are continued, in the same memory.
                         states[lane] = states[lane].copy()
@@ -259,11 +259,12 @@ class LanguageModel:
             if log_probability == -np.inf:
                 break
             tokens = beams.tokens[text, place, : beams.length[text, place]].tolist()
-            decoder = StreamingDecoder(self.vocabulary, start.unfinished)
-            written = decoder.push(*tokens)
-            state = State(self.opened, batch, text * width + place, decoder.unfinished)
+            decoder = utf8_decoder(start.unfinished)
+            complete = decoder.decode(self.vocabulary.decode_bytes(tokens))
+            state = State(self.opened, batch, text * width + place, decoder.getstate()[0])
             ended, score = bool(beams.ended[text, place]), float(beams.score[text, place])
-            hypotheses.append(Hypothesis(written + decoder.finish(), tokens, state, ended, log_probability, score))
+            whole = complete + decoder.decode(b"", final=True)
+            hypotheses.append(Hypothesis(whole, tokens, state, ended, log_probability, score))
         return hypotheses
 
     def _starts(self, starts: Sequence[State | Text]) -> list[State]:

@@ -13,7 +13,7 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.sources.base import SPLITS
-from meliad_like.vocabularies.base import UNKNOWN, StreamingDecoder, Vocabulary
+from meliad_like.vocabularies.base import UNKNOWN, Vocabulary, utf8_decoder
 
 SAMPLED = 1000  # Number of values of each parameter that identify a checkpoint.
 
@@ -60,9 +60,9 @@ def encode_text(
     else:
         tokens = np.asarray(text, np.int32)
         size = len((vocabulary.decode_bytes if continues else vocabulary.document_bytes)(tokens))
-    decoder = StreamingDecoder(vocabulary, unfinished)
-    decoder.push(*tokens)
-    return EncodedText(tokens, size, decoder.unfinished)
+    decoder = utf8_decoder(unfinished)
+    decoder.decode(vocabulary.decode_bytes(tokens))
+    return EncodedText(tokens, size, decoder.getstate()[0])
 
 
 def check_text(text: object) -> None:

@@ -164,29 +164,12 @@ class Vocabulary:
             write_whole(Path(folder) / self.file_name, self._model)
 
 
-class StreamingDecoder:
-    """Decodes tokens as they come and holds back the bytes of a character until it is complete.
-
-    The `unfinished` bytes of an earlier decoder come first.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, unfinished: bytes = b""):
-        self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.setstate((unfinished, 0))
-
-    @property
-    def unfinished(self) -> bytes:
-        """The bytes that are held back."""
-        return self._decoder.getstate()[0]
-
-    def push(self, *tokens: int) -> str:
-        """The characters that these tokens complete, of a single one often one or more, sometimes none."""
-        return self._decoder.decode(self._vocabulary.decode_bytes(tokens))
-
-    def finish(self) -> str:
-        """The rest: U+FFFD if the text ended within a character, otherwise nothing."""
-        return self._decoder.decode(b"", final=True)
+def utf8_decoder(unfinished: bytes = b"") -> codecs.IncrementalDecoder:
+    """A decoder of bytes as they come: the first bytes of a character, here those of `unfinished`, are its state
+    (`getstate()[0]`) until the character is complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.setstate((unfinished, 0))
+    return decoder
 
 
 @dataclass(frozen=True)
