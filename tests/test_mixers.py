@@ -22,6 +22,7 @@ from ways import (
     check_parts,
     check_segments,
     check_token_by_token,
+    check_tokens_at_once,
     decode,
     read,
     starts,
@@ -161,6 +162,11 @@ def test_every_mixer_is_here():
 @of_each_mixer
 def test_token_by_token_equals_segments(name):
     check_token_by_token(*make(name))
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if model_of(name, alone=True).config.traits.reads_at_once])
+def test_tokens_at_once_equal_them_one_by_one(name):
+    check_tokens_at_once(*make(name, alone=True))
 
 
 def test_a_decoder_without_a_window():

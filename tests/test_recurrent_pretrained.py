@@ -204,12 +204,12 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
         ("gpt2", {"recurrence": (dataclasses.replace(SUMMARY, pooling="max", insertion_point="after_norm"),)}),
     ],
 )
-def test_a_window_read_again_is_its_tokens_one_by_one(architecture, changes, monkeypatch):
+def test_tokens_at_once_are_those_one_by_one(architecture, changes, monkeypatch):
     """Two texts in pieces, of which some end inside a window, some with one, and some are empty."""
     model, params = make(architecture, **changes)
     reader = TextReader(model, params, 2 * W)
     pieces = [(3, 1), (2, 0), (5, 7), (1, 4), (0, W), (8 * W // 4, 3)]
-    assert all(reader._reread(np.array([0, 3]), np.array([2, n])) for n in (0, 1, 5))
+    assert all(reader._at_once(np.array([0, 3]), np.array([2, n])) for n in (0, 1, 5))
 
     def read():
         nothing = np.zeros(2, int)
@@ -227,7 +227,7 @@ def test_a_window_read_again_is_its_tokens_one_by_one(architecture, changes, mon
 
     at_once = read()
     monkeypatch.setattr(reading, "ONE_BY_ONE", 0)
-    assert not reader._reread(np.array([0, 3]), np.array([2, 5]))
+    assert not reader._at_once(np.array([0, 3]), np.array([2, 5]))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), at_once, read())
 
 

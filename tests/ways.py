@@ -70,6 +70,31 @@ def check_token_by_token(model, params):
     assert_same([first, second, third], expected)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def read_tokens(model, params, tokens, counts, carry):
+    module = model.bind(params)
+    outputs, carry = module.read_tokens(tokens, counts, carry)
+    return module.logits(module.finish(outputs[-1], None)), carry
+
+
+def check_tokens_at_once(model, params):
+    """Several tokens of a block equal the same one by one, in lanes at different places, also whole blocks and none."""
+    tokens = tokens_of(2, 12)
+    expected, _ = decode(model, params, tokens, begin(model, params, 2, decoding=True))
+    carry, place = begin(model, params, 2, decoding=True), np.zeros(2, int)
+    for counts in 3 * [(3, 1), (1, 2), (2, 1), (2, W), (W, 0), (0, W)]:
+        # After the tokens come others, which must have no effect.
+        some = np.stack([tokens[lane, at : at + W] for lane, at in enumerate(place)])
+        some = np.where(np.arange(W) < np.array(counts)[:, None], some, V - 1)
+        logits, carry = read_tokens(model, params, some, np.array(counts), carry)
+        for lane, (at, count) in enumerate(zip(place, counts)):
+            assert_same(logits[lane, :count], expected[lane, at : at + count])
+        place += counts
+    assert carry.position.tolist() == place.tolist()
+    logits, _ = decode(model, params, tokens[[0, 1], place][:, None], carry)
+    assert_same(logits[:, 0], expected[[0, 1], place])
+
+
 def check_lanes(model, params):
     """Lanes decode independently: lane 1 is 3 tokens behind, so that the lanes' blocks end at different steps."""
     tokens = tokens_of(2, 8)

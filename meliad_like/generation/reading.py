@@ -24,7 +24,9 @@ from meliad_like.training.checkpoints import named_arrays
 LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
 ONE_BY_ONE = 16
-"""A token that is read by itself takes a CPU about as long as this number of tokens of a window that is read again."""
+"""A token that is read by itself takes a CPU about as long as this number of tokens that are read at once."""
+FEWEST_AT_ONCE = 128
+"""The smallest number of tokens for which a program is compiled that reads them at once."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -73,8 +75,8 @@ class RequestedResults(NamedTuple):
 
 
 class TextReader:
-    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest token by token, or at once if
-    the model can read a block again (`ModelTraits.rereads_blocks`)."""
+    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest, at once if the model can
+    (`ModelTraits.reads_at_once`), or token by token."""
 
     def __init__(self, model: Model, params: Any, segment_length: int):
         self._model, self._params = model, params
@@ -112,18 +114,18 @@ class TextReader:
         carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
         while remaining.any():
             counts, size = self._next(num_read, remaining)
-            again = 0 if size else self._reread(num_read, counts)
-            tokens, targets = _cut(rows, place, counts, size or again or self._window_length)
+            some = 0 if size else self._at_once(num_read, counts)
+            tokens, targets = _cut(rows, place, counts, size or some or self._window_length)
             common = (self._model, self._params, carry, tokens, targets)
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
             lanes = None if counts.all() else counts > 0
             if size:
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
-            elif again:
-                carry, results = _read_again(*common, counts, lanes, requested=requested)
+            elif some:
+                carry, results = _read_at_once(*common, counts, lanes, requested=requested)
             elif finish or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
-                carry, results = _read_tokens(*common, counts, even=even, requested=requested)
+                carry, results = _read_one_by_one(*common, counts, even=even, requested=requested)
             else:
                 results, is_unread = _look_at_block(*common, start, requested=requested), True
             on_host = {name: np.asarray(result) for name, result in results.items()}
@@ -155,13 +157,13 @@ class TextReader:
                 return np.where(full, size, 0), size
         return remaining, 0
 
-    def _reread(self, num_read: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"]) -> int:
-        """The number of tokens of a block that are read again with these, a power of two or all; 0: these tokens are
-        read one by one."""
-        if not self._model.config.traits.rereads_blocks:
+    def _at_once(self, num_read: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"]) -> int:
+        """The `n` of `BaseDecoder.read_tokens` for these tokens, a power of two or a whole block; 0: they are read one
+        by one."""
+        if not self._model.config.traits.reads_at_once:
             return 0
-        longest = int(np.max(np.where(counts > 0, num_read % self._window_length + counts, 0)))
-        size = min(1 << (longest - 1).bit_length(), self._window_length)
+        reach = int(np.max(np.where(counts > 0, num_read % self._window_length + counts, 0)))
+        size = min(max(1 << (reach - 1).bit_length(), FEWEST_AT_ONCE), self._window_length)
         return size if ONE_BY_ONE * counts.max() >= size else 0
 
 
@@ -217,11 +219,10 @@ def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, 
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
-def _read_again(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
-    """Reads the first `counts` tokens of each lane, and again those before them in their blocks: returns the carry and
-    the results."""
+def _read_at_once(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
+    """Reads the first `counts` tokens of flagged lanes (None: of all) at once: returns the carry and the results."""
     module = model.bind(params)
-    outputs, next_carry = module.reread_block(tokens, counts, carry)
+    outputs, next_carry = module.read_tokens(tokens, counts, carry)
     results = _results(module, outputs, targets, requested)
     return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
 
@@ -246,7 +247,7 @@ def _look(model: Model, params, carry, tokens, targets, start, requested: Reques
     donate_argnums=2,
     compiler_options=WITHOUT_COPIES,
 )
-def _read_tokens(
+def _read_one_by_one(
     model: Model,
     params,
     carry,

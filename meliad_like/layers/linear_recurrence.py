@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles, sums_by_products
 from meliad_like.layers.basic import for_all
@@ -391,6 +391,19 @@ def convolve_segment(
     newest = inputs[:, inputs.shape[1] - recent.shape[1] :].astype(recent.dtype)
     (before,) = from_left((newest,), (recent,))
     return (kernel or convolve)(inputs, before, filters, start), newest
+
+
+def convolve_tokens(
+    inputs: Float[Array, "b n channels"],
+    recent: Float[Array, "b recent channels"],
+    filters: Float[Array, "taps channels"],
+    counts: Int[Array, " b"],
+) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
+    """`convolve_segment` for tokens of the same document; the inputs that are returned are the last ones of the first
+    `counts` tokens of each lane."""
+    convolved = convolve(inputs, recent, filters, jnp.zeros((len(inputs), 1), bool))
+    every, places = jnp.concatenate([recent, inputs.astype(recent.dtype)], axis=1), np.arange(recent.shape[1])
+    return convolved, jnp.take_along_axis(every, (counts[:, None] + places)[..., None], axis=1)
 
 
 def convolve_token(

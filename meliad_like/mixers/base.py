@@ -136,6 +136,13 @@ class Mixer(nnx.Module):
         carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`)."""
         raise NotImplementedError
 
+    def steps(
+        self, x: Float[Array, "b n d"], counts: Int[Array, " b"], context: LayerContext, carry: Carry
+    ) -> tuple[Float[Array, "b n i"], Carry]:
+        """The results for the next tokens of each lane's block, as `step` for one after the other, and the carry after
+        the first `counts` of them. A mixer that can read them at once says so (`Traits.reads_at_once`)."""
+        raise NotImplementedError
+
     def begin_decoding(self, carry: Carry) -> Carry:
         """The carry's form for decoding, at the beginning of a block."""
         return carry
@@ -156,6 +163,8 @@ class Traits(NamedTuple):
     states: tuple[str, ...] = ()
     """The fields of the carry that are states, which pass from block to block. With `DecoderConfig.clear_states` every
     segment begins with an empty carry, except for the window."""
+    reads_at_once: bool = False
+    """Whether the mixer has `steps`."""
     output_bias: bool = False
     """Whether the output projection of its layers has a bias."""
 

@@ -162,34 +162,40 @@ class SpanAttention(Mixer):
         return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
 
     def step(self, x, context, carry):
-        w, ring, g = self.w, self.ring, self.key_heads
-        query, key, value, gate = self._project(x[:, None])
-        position, lanes = carry.position, jnp.arange(x.shape[0])
-        block, offset = position // w, position % w
-        # The number of blocks from each of the ring's blocks to the token's block.
+        y, carry = self.steps(x[:, None], jnp.ones(len(x), int), context, carry)
+        return y[:, 0], carry
+
+    def steps(self, x, counts, context, carry):
+        w, ring, g, n = self.w, self.ring, self.key_heads, x.shape[1]
+        query, key, value, gate = self._project(x)
+        lanes, block = jnp.arange(len(x))[:, None], carry.position // w
+        position = carry.position[:, None] + np.arange(n)
+        offset = position - (block * w)[:, None]
+        # The number of blocks from each of the ring's blocks to the tokens' block.
         distance = (block[:, None] - np.arange(ring)) % ring
-        query = jnp.broadcast_to(query, (*query.shape[:2], ring, query.shape[3]))
         if self.table is not None:
-            of_offset = self._taken(np.arange(w), offset[:, None, None], scaled=True)
-            key = turned(key, of_offset)
-            query = turned(turned(query, of_offset), self._taken(np.arange(ring) * w, distance[:, None]))
-        slot = block % ring * w + offset
-        carry = AttentionCache(
-            carry.key.at[lanes, :, slot].set(key[:, :, 0].astype(carry.key.dtype)),
-            carry.value.at[lanes, :, slot].set(value[:, :, 0].astype(carry.value.dtype)),
-            position + 1,
-        )
-        away = distance[:, :, None] * w + offset[:, None, None] - np.arange(w)
-        seen = (away >= 0) & (away < self.config.span) & (away <= position[:, None, None])
+            query, key = (turned(y, self._taken(np.arange(w), offset[:, None], scaled=True)) for y in (query, key))
         # Each of the ring's blocks has queries of its own, so that the block is an axis of lanes.
-        queries = rearrange(query, "b (g j) r k -> b g r j k", g=g)
-        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in (carry.key, carry.value))
-        scores = jnp.einsum("bgrjk,bgrwk->bgjrw", queries, keys.astype(x.dtype), preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=(-2, -1)).astype(x.dtype)
-        mixed = jnp.einsum("bgjrw,bgrwk->bgjk", weights, values.astype(x.dtype), preferred_element_type=jnp.float32)
-        mixed = rearrange(mixed, "b g j k -> b (g j) 1 k").astype(x.dtype)
-        return self._output(mixed, gate)[:, 0], carry
+        query = jnp.broadcast_to(query[:, :, None], (*query.shape[:2], ring, *query.shape[2:]))
+        if self.table is not None:
+            query = turned(query, self._taken(np.arange(ring) * w, distance[:, None, :, None]))
+        # Those of other tokens are dropped.
+        slot = jnp.where(np.arange(n) < counts[:, None], (block % ring * w)[:, None] + offset, ring * w)
+        keys, values = (
+            cached.at[lanes, :, slot].set(jnp.moveaxis(y, 1, 2).astype(cached.dtype), mode="drop")
+            for cached, y in ((carry.key, key), (carry.value, value))
+        )
+        carry = AttentionCache(keys, values, carry.position + counts)
+        away = distance[:, None, :, None] * w + offset[..., None, None] - np.arange(w)
+        seen = (away >= 0) & (away < self.config.span) & (away <= position[..., None, None])
+        queries = rearrange(query, "b (g j) r n k -> b g r (j n) k", g=g)
+        seen = jnp.tile(seen, (1, queries.shape[3] // n, 1, 1))[:, None]
+        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in (keys, values))
+        scores = jnp.einsum("bgrmk,bgrwk->bgmrw", queries, keys.astype(x.dtype), preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=(-2, -1)).astype(x.dtype)
+        mixed = jnp.einsum("bgmrw,bgrwk->bgmk", weights, values.astype(x.dtype), preferred_element_type=jnp.float32)
+        mixed = rearrange(mixed, "b g (j n) k -> b (g j) n k", n=n).astype(x.dtype)
+        return self._output(mixed, gate), carry
 
     def _taken(self, places: Int[np.ndarray, " m"], index: Int[Array, "*batch"], *, scaled: bool = False) -> Turns:
         """The rotations (`Turns`) of the places with these indices."""
@@ -291,6 +297,7 @@ class SpanAttentionConfig(MixerConfig):
             attends_to=lambda position: np.minimum(position, self.span - 1),
             limited_by=f"{type(self).__name__}.span",
             output_bias=self.output_bias,
+            reads_at_once=True,
         )
 
 

@@ -23,6 +23,7 @@ from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
+    convolve_tokens,
     convolve_segment,
     convolve_token,
     flops_of_rule,
@@ -123,6 +124,19 @@ class MatrixRecurrence(Mixer):
         y, carry = self._read(x[:, None], 1, carry, partial(_side_by_side, convolve_token), read)
         return y[:, 0], carry
 
+    def steps(self, x, counts, context, carry):
+        b, n = x.shape[:2]
+        there = (np.arange(n) < counts[:, None])[:, None, :, None]
+
+        def read(rule, matrix):
+            # Other tokens neither decay the states nor write to them.
+            rule = jax.tree.map(lambda y: jnp.where(there, y, 0), rule.without_step())
+            chunk = math.gcd(n, self.config.chunk_length)
+            matrix, y = read_chunks(rule, matrix, jnp.zeros((b, 1), bool), chunk)
+            return matrix, self._normed_by_head(y)
+
+        return self._read(x, n, carry, partial(_side_by_side, partial(convolve_tokens, counts=counts)), read)
+
     def _normed_by_head(self, y: Float[Array, "b h n p"]) -> Float[Array, "b h n p"]:
         return y if self.norm_epsilon is None else over_root_mean_square(y, self.norm_epsilon)
 
@@ -197,7 +211,7 @@ class MatrixConfig(MixerConfig):
         return Flops.of_products(self.projection_flops(shape) + of_rule)
 
     def traits(self, shape):
-        return Traits(states=("matrix",))
+        return Traits(states=("matrix",), reads_at_once=True)
 
 
 @dataclasses.dataclass(frozen=True)

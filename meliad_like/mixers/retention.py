@@ -119,3 +119,7 @@ class Retention(ConstantDecayConfig):
 
     def sizes(self, shape):
         return Sizes(shape.num_heads, shape.num_heads, shape.head_size, self.expand * shape.head_size)
+
+    def traits(self, shape):
+        # `moved` moves the states of all lanes by the same number of tokens.
+        return super().traits(shape)._replace(reads_at_once=False)

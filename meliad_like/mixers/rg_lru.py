@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,7 +24,12 @@ from meliad_like.errors import UserError
 from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_scan
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.linear_recurrence import convolve_segment, convolve_token, scan_channels
+from meliad_like.layers.linear_recurrence import (
+    convolve_tokens,
+    convolve_segment,
+    convolve_token,
+    scan_channels,
+)
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
@@ -104,6 +110,15 @@ class RecurrentBlock(Mixer):
         states = decay * carry.state[:, None] + added
         return self._output(states, x)[:, 0], RGLRUCarry(states[:, 0], recent, carry.position + 1)
 
+    def steps(self, x, counts, context, carry):
+        convolved, recent = convolve_tokens(self.input(x), carry.recent, self.filters[...], counts)
+        token = np.arange(x.shape[1])
+        first, there = carry.position[:, None] + token == 0, (token < counts[:, None])[..., None]
+        decay, added = self._coefficients(convolved + self.filter_bias[...], first)
+        # Other tokens leave the states as they are.
+        state, states = scan_channels(jnp.where(there, decay, 1), jnp.where(there, added, 0), carry.state)
+        return self._output(states, x), RGLRUCarry(state, recent, carry.position + counts)
+
 
 class BlockLinear(nnx.Module):
     """`x @ kernel + bias` with a block-diagonal kernel, in float32."""
@@ -173,4 +188,4 @@ class RGLRU(MixerConfig):
         return Flops.of_products(4 * channels * shape.model_width + 4 * channels**2 / shape.num_heads)
 
     def traits(self, shape):
-        return Traits(states=("state",), output_bias=True)
+        return Traits(states=("state",), reads_at_once=True, output_bias=True)

@@ -392,6 +392,22 @@ class BaseDecoder(nnx.Module):
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 
+    def read_tokens(
+        self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any
+    ) -> tuple[list[Float[Array, "b n d"]], Any]:
+        """Reads the first `counts` tokens of each lane at once, as `read_token` one after the other, in a family with
+        `ModelTraits.reads_at_once`. They are among the first `n` tokens of the lane's current block."""
+        position, w = carry.position, self.config.window_length
+        context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
+        offset = (position % w)[:, None] + np.arange(tokens.shape[1])
+        outputs, layers = [self.embed(tokens, offset, None)], []
+        for layer, one in zip(self.layers, carry.layers, strict=True):
+            with jax.named_scope("attention"):
+                x, one = layer.steps(outputs[-1], counts, context, one)
+            outputs.append(x)
+            layers.append(one)
+        return outputs, carry._replace(position=position + counts, layers=layers)
+
     def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
         """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
         position = carry.position

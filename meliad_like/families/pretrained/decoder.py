@@ -186,12 +186,9 @@ class PretrainedDecoder(BaseDecoder):
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
-    def reread_block(
-        self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: DecoderCarry
-    ) -> tuple[list[Float[Array, "b n d"]], DecoderCarry]:
-        """Reads the first `counts` tokens of each lane at once, while decoding, by reading their window from its
-        beginning on, of which they are among the first `n`. Windows must not overlap. Returns as `read_token` the
-        embedding of these tokens and each layer's output, and the carry."""
+    def read_tokens(self, tokens, counts, carry):
+        """Reads several tokens of each lane's window, as `BaseDecoder.read_tokens`, by reading the window from its
+        beginning on: they are among its first `n`. Windows must not overlap."""
         n, w = tokens.shape[1], self.config.window_length
         offset = carry.position % w
         place = jnp.arange(n) - offset[:, None]
