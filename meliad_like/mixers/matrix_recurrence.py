@@ -23,9 +23,9 @@ from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     Rule,
-    convolve_tokens,
     convolve_segment,
     convolve_token,
+    convolve_tokens,
     flops_of_rule,
     read_chunks,
     read_token,

@@ -25,9 +25,9 @@ from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_scan
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
-    convolve_tokens,
     convolve_segment,
     convolve_token,
+    convolve_tokens,
     scan_channels,
 )
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps
