@@ -11,6 +11,7 @@ and has nothing that its mixers don't bring (`models/decoder.py`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -201,6 +202,14 @@ class MixerConfig:
 
     def traits(self, shape: DecoderShape) -> Traits:
         return Traits()
+
+
+@functools.cache
+def projection_flops(config: MixerConfig, shape: DecoderShape) -> int:
+    """The operations of one token in the products with a mixer's matrices."""
+    mixer = nnx.eval_shape(lambda: config.build(shape, rngs=nnx.Rngs(0)))
+    parameters = (node for _, node in nnx.iter_graph(mixer) if isinstance(node, nnx.Param))
+    return 2 * sum(parameter.size for parameter in parameters if parameter.get_metadata("kind") == "matrix")
 
 
 def check_taps(config: Any, shape: DecoderShape) -> None:

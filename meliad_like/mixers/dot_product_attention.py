@@ -27,7 +27,7 @@ from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
 from meliad_like.layers.sharding import from_all, own_blocks
-from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, projection_flops
 from meliad_like.registry import kind_field, size
 from meliad_like.validation import check_choices, check_not_negative, check_positive
 
@@ -288,9 +288,8 @@ class SpanAttentionConfig(MixerConfig):
 
     def flops(self, shape):
         """The operations of projections, and of products with all keys of the cache's blocks, as they are computed."""
-        h, g, k = shape.num_heads, self.key_heads(shape), shape.head_size
-        projections = 2 * shape.model_width * k * (h * (1 + self.gate) + 2 * g)
-        return Flops.of_products(projections + 4 * self.ring(shape) * shape.window_length * h * k)
+        products = 4 * self.ring(shape) * shape.window_length * shape.inner_width
+        return Flops.of_products(projection_flops(self, shape) + products)
 
     def traits(self, shape):
         return Traits(

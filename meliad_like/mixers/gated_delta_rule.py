@@ -154,8 +154,3 @@ class GatedDeltaRule(DeltaRuleConfig):
     def sizes(self, shape):
         groups, key_size = self.num_key_heads or shape.num_heads, self.key_size or shape.head_size
         return Sizes(groups, groups * self.values_per_key, key_size, self.value_size or key_size, corrected=True)
-
-    def projection_flops(self, shape):
-        """The operations of queries and keys, values and gates, strengths and decays."""
-        groups, heads, key_size = self.sizes(shape)[:3]
-        return 4 * shape.model_width * (groups * key_size + self.width(shape) + heads)

@@ -60,8 +60,3 @@ class KimiDeltaAttention(DeltaRuleConfig):
     def sizes(self, shape):
         heads, head_size = shape.num_heads, shape.head_size
         return Sizes(heads, heads, head_size, head_size, by_channel=True, corrected=True)
-
-    def projection_flops(self, shape):
-        """The operations of queries, keys, values and strengths, and of two projections of low rank."""
-        low_rank = 2 * shape.head_size * (shape.model_width + shape.inner_width)
-        return 2 * shape.model_width * (3 * shape.inner_width + shape.num_heads) + 2 * low_rank

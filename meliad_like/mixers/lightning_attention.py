@@ -12,8 +12,8 @@ from flax import nnx
 from meliad_like.layers.attention import split_heads
 from meliad_like.layers.basic import over_root_mean_square, parameter
 from meliad_like.mixers.base import MIXERS, DecoderShape
-from meliad_like.mixers.matrix_recurrence import Sizes
-from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay, ConstantDecayConfig
+from meliad_like.mixers.matrix_recurrence import MatrixConfig, Sizes
+from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay
 
 
 class LightningMixer(ConstantDecay):
@@ -35,7 +35,7 @@ class LightningMixer(ConstantDecay):
 
 
 @MIXERS.register("lightning_attention")
-class LightningAttention(ConstantDecayConfig):
+class LightningAttention(MatrixConfig):
     """Layers with lightning attention."""
 
     def build(self, shape, *, rngs):

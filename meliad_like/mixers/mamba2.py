@@ -151,6 +151,3 @@ class Mamba2(ConvolvedMatrixConfig):
 
     def traits(self, shape):
         return super().traits(shape)._replace(output_bias=self.output_bias)
-
-    def projection_flops(self, shape):
-        return 2 * shape.model_width * (2 * self.width(shape) + 2 * self.of_groups + self.sizes(shape).heads)

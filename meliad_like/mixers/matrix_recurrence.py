@@ -31,7 +31,7 @@ from meliad_like.layers.linear_recurrence import (
     read_token,
 )
 from meliad_like.layers.sharding import num_parts
-from meliad_like.mixers.base import DecoderShape, Mixer, MixerConfig, Traits, check_taps
+from meliad_like.mixers.base import DecoderShape, Mixer, MixerConfig, Traits, check_taps, projection_flops
 from meliad_like.registry import size
 from meliad_like.validation import check_positive
 
@@ -184,10 +184,6 @@ class MatrixConfig(MixerConfig):
         """The sizes of the recurrence in a decoder of this shape."""
         raise NotImplementedError
 
-    def projection_flops(self, shape: DecoderShape) -> int:
-        """The operations of a token's projections."""
-        raise NotImplementedError
-
     def chunk(self, shape: DecoderShape) -> int:
         """The number of tokens that are read in parallel."""
         return math.gcd(shape.window_length, self.chunk_length)
@@ -208,7 +204,7 @@ class MatrixConfig(MixerConfig):
     def flops(self, shape):
         """The operations of the projections and of the recurrence."""
         of_rule = flops_of_rule(self.chunk(shape), **self.sizes(shape)._asdict())
-        return Flops.of_products(self.projection_flops(shape) + of_rule)
+        return Flops.of_products(projection_flops(self, shape) + of_rule)
 
     def traits(self, shape):
         return Traits(states=("matrix",), reads_at_once=True)

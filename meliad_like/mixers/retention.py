@@ -7,7 +7,6 @@ sqrt(k), values of twice the width, an RMS norm without weights for each head, a
 width of all values.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -33,7 +32,7 @@ NORM_EPSILON = 1e-5
 class ConstantDecay(MatrixRecurrence):
     """Tokens add to and read from matrices that forget at constant rates."""
 
-    def __init__(self, config: "ConstantDecayConfig", shape: DecoderShape, *, rngs: nnx.Rngs):
+    def __init__(self, config: MatrixConfig, shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(config, shape)
         i = config.width(shape)
         self.query, self.key, self.value, self.gate = (
@@ -91,16 +90,8 @@ class RetentionMixer(ConstantDecay):
         return y * jax.nn.silu(gate)
 
 
-@dataclasses.dataclass(frozen=True)
-class ConstantDecayConfig(MatrixConfig):
-    """The config of a recurrence with projections to queries, keys, values and gates alone."""
-
-    def projection_flops(self, shape):
-        return 4 * shape.model_width * (shape.inner_width + self.width(shape))
-
-
 @MIXERS.register("retention")
-class Retention(ConstantDecayConfig):
+class Retention(MatrixConfig):
     """Layers with retention."""
 
     expand: int = size(2, "fixed")

@@ -30,7 +30,7 @@ from meliad_like.layers.linear_recurrence import (
     convolve_tokens,
     scan_channels,
 )
-from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps
+from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps, projection_flops
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive
 
@@ -184,8 +184,7 @@ class RGLRU(MixerConfig):
 
     def flops(self, shape):
         """The operations of two projections, and of two gates in blocks."""
-        channels = self.width(shape)
-        return Flops.of_products(4 * channels * shape.model_width + 4 * channels**2 / shape.num_heads)
+        return Flops.of_products(projection_flops(self, shape))
 
     def traits(self, shape):
         return Traits(states=("state",), reads_at_once=True, output_bias=True)

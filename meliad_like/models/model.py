@@ -392,31 +392,28 @@ class BaseDecoder(nnx.Module):
         (*_, x), carry = self.read_token(token, carry)
         return self.logits(self.finish(x, None)), carry
 
+    def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
+        """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
+        offset = block_offset(carry.position, self.config.window_length, self.config.overlap)
+        read = lambda layer, x, context, carry: layer.step(x, context, carry)  # noqa: E731
+        return self._decode(self.embed(token, offset, None), 1, carry, read)
+
     def read_tokens(
         self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
         """Reads the first `counts` tokens of each lane at once, as `read_token` one after the other, in a family with
         `ModelTraits.reads_at_once`. They are among the first `n` tokens of the lane's current block."""
-        position, w = carry.position, self.config.window_length
-        context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
-        offset = (position % w)[:, None] + np.arange(tokens.shape[1])
-        outputs, layers = [self.embed(tokens, offset, None)], []
-        for layer, one in zip(self.layers, carry.layers, strict=True):
-            with jax.named_scope("attention"):
-                x, one = layer.steps(outputs[-1], counts, context, one)
-            outputs.append(x)
-            layers.append(one)
-        return outputs, carry._replace(position=position + counts, layers=layers)
+        offset = (carry.position % self.config.window_length)[:, None] + np.arange(tokens.shape[1])
+        read = lambda layer, x, context, carry: layer.steps(x, counts, context, carry)  # noqa: E731
+        return self._decode(self.embed(tokens, offset, None), counts, carry, read)
 
-    def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
-        """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
-        position = carry.position
-        offset = block_offset(position, self.config.window_length, self.config.overlap)
-        context = LayerContext(position, self.published(carry, jnp.zeros_like(position, bool)))
-        outputs, layers = [self.embed(token, offset, None)], []
+    def _decode(self, x: Array, counts: Any, carry: Any, read: Callable) -> tuple[list[Array], Any]:
+        """`x` and each layer's output, and the carry after `counts` tokens; `read` calls a layer."""
+        context = LayerContext(carry.position, self.published(carry, jnp.zeros_like(carry.position, bool)))
+        outputs, layers = [x], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = layer.step(outputs[-1], context, one)
+                x, one = read(layer, x, context, one)
             outputs.append(x)
             layers.append(one)
-        return outputs, carry._replace(position=position + 1, layers=layers)
+        return outputs, carry._replace(position=carry.position + counts, layers=layers)
