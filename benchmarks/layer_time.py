@@ -23,7 +23,7 @@ from absl import app, flags
 from compiled_text import Module
 from flax import nnx
 
-from meliad_like.kernels.registry import kernel_of_recurrence
+from meliad_like.kernels.registry import RECURRENCES, kernel_of
 from meliad_like.layers.backend import platform
 from meliad_like.layers.linear_recurrence import Rule, read_chunks
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -108,7 +108,8 @@ def rule_program(mixer: str, kernel: str):
     start, chunk = jnp.zeros((b, n // w), bool), math.gcd(w, 64)
     read = read_chunks
     if kernel != "none":
-        in_kernel = kernel_of_recurrence("gpu" if platform() == "gpu" else "none", w, chunk, k, p, by_channel)
+        name = "gpu" if platform() == "gpu" else "none"
+        in_kernel = kernel_of(RECURRENCES, name, w, chunk, k, p, by_channel)
         if in_kernel is None:
             return None
         read = functools.partial(in_kernel, dtype=jnp.dtype(DTYPE.value))

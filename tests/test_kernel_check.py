@@ -161,12 +161,12 @@ def test_the_kernel_of_recurrences_is_checked_on_its_own(capsys, monkeypatch, dt
     assert capsys.readouterr().err == "recurrence kernel: checked on this device\n"
     assert kernel_that_works(CONFIG.shape, dtype, "recurrence", "interpreted") == "none"
     assert kernel_that_works(config.shape, dtype, "recurrence") == "none"
-    right = RECURRENCES["interpreted"]
+    right, fits = RECURRENCES["interpreted"]
 
     def without_start(rule, matrix, start, chunk, **options):
         return right(rule, matrix, jnp.zeros_like(start), chunk, **options)
 
-    monkeypatch.setitem(RECURRENCES, "interpreted", without_start)
+    monkeypatch.setitem(RECURRENCES, "interpreted", (without_start, fits))
     kernel_check._checked.cache_clear()
     assert kernel_that_works(config.shape, dtype, "recurrence", "interpreted") == "none"
     assert "the default is used instead: gated_delta_rule: the error of " in capsys.readouterr().err

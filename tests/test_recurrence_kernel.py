@@ -15,7 +15,7 @@ import test_rg_lru
 from meliad_like.kernels import convolution_tpu, recurrence_gpu_channels, recurrence_tpu, scan_gpu, scan_tpu
 from meliad_like.kernels.recurrence_gpu import read_chunks_in_kernel
 from meliad_like.kernels.recurrence_tpu_programs import inverse_of_unit_triangular
-from meliad_like.kernels.registry import RECURRENCES, SCANS, kernel_of_recurrence, kernel_of_scan
+from meliad_like.kernels.registry import RECURRENCES, SCANS, kernel_of
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.linear_recurrence import Rule, convolve, read_chunks, scan_channels
 from meliad_like.mesh import MeshConfig, make_mesh
@@ -205,15 +205,13 @@ def test_a_mesh_may_divide_heads_where_it_cannot_divide_groups(kind, kernel):
 @pytest.fixture(params=["gpu", "tpu"])
 def interpreted(monkeypatch, request):
     """Mixers use the interpreted kernels, whatever their sizes."""
-    kernel = functools.partial(RECURRENCES[request.param], interpret=True)
     jax.clear_caches()
-    scan = functools.partial(SCANS[request.param][0], interpret=True)
-    monkeypatch.setattr(matrix_recurrence, "kernel_of_recurrence", lambda *_: kernel)
-    monkeypatch.setattr(rg_lru, "kernel_of_scan", lambda *_: scan)
-    if request.param == "tpu":
-        convolution = functools.partial(convolution_tpu.convolve_in_kernel, interpret=True)
-        for module in matrix_recurrence, rg_lru:
-            monkeypatch.setattr(module, "kernel_of_convolution", lambda *_: convolution)
+
+    def kernel_of(kernels, *_):
+        return functools.partial(kernels[request.param][0], interpret=True) if request.param in kernels else None
+
+    for module in matrix_recurrence, rg_lru:
+        monkeypatch.setattr(module, "kernel_of", kernel_of)
     yield
     jax.clear_caches()
 
@@ -297,20 +295,20 @@ def test_the_scan_is_lowered_for_a_gpu():
 
 
 def test_sizes_that_do_not_fit_use_the_default():
-    assert kernel_of_recurrence("gpu", 512, 64, 128, 256, True) is RECURRENCES["gpu"]
+    assert kernel_of(RECURRENCES, "gpu", 512, 64, 128, 256, True) is RECURRENCES["gpu"][0]
     for sizes in ((8, 128, 128), (128, 128, 128), (64, 96, 128), (64, 256, 64), (64, 64, 8)):
-        assert kernel_of_recurrence("gpu", 512, *sizes, False) is None
-    assert kernel_of_recurrence("tpu", 256, 64, 64, 256, False) is RECURRENCES["tpu"]
+        assert kernel_of(RECURRENCES, "gpu", 512, *sizes, False) is None
+    assert kernel_of(RECURRENCES, "tpu", 256, 64, 64, 256, False) is RECURRENCES["tpu"][0]
     for sizes in ((64, 64, 128, 128, False), (512, 64, 96, 128, False), (512, 64, 128, 8, True)):
-        assert kernel_of_recurrence("tpu", *sizes) is None
-    assert kernel_of_recurrence("interpreted", 8, 8, 6, 6, True) is RECURRENCES["interpreted"]
+        assert kernel_of(RECURRENCES, "tpu", *sizes) is None
+    assert kernel_of(RECURRENCES, "interpreted", 8, 8, 6, 6, True) is RECURRENCES["interpreted"][0]
     mixer = KimiDeltaAttention()
     config = DecoderConfig(pattern=("kimi_delta_attention+feedforward",))
     assert config.recurrence_kernel == "auto" and not mixer.has_kernel(config.shape, "recurrence")
     assert mixer.has_kernel(dataclasses.replace(config, recurrence_kernel="gpu").shape, "recurrence")
-    assert kernel_of_scan("tpu", 512, 1024) is scan_tpu.scan_in_kernel
-    assert kernel_of_scan("gpu", 8, 1024) is scan_gpu.scan_in_kernel
+    assert kernel_of(SCANS, "tpu", 512, 1024) is scan_tpu.scan_in_kernel
+    assert kernel_of(SCANS, "gpu", 8, 1024) is scan_gpu.scan_in_kernel
     for sizes in (("tpu", 512, 96), ("tpu", 64, 1024), ("gpu", 512, 96), ("gpu", 4, 1024), ("none", 512, 1024)):
-        assert kernel_of_scan(*sizes) is None
+        assert kernel_of(SCANS, *sizes) is None
     for kernel in "tpu", "gpu", "interpreted":
         assert RGLRU().has_kernel(dataclasses.replace(config, recurrence_kernel=kernel).shape, "recurrence")

@@ -79,22 +79,24 @@ KERNELS = {
     ),
 }
 
-RECURRENCES: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "tpu": recurrence_tpu.read_chunks_in_kernel,
-    "gpu": recurrence_gpu.read_chunks_in_kernel,
-    "interpreted": functools.partial(recurrence_gpu.read_chunks_in_kernel, interpret=True),
+KernelsByName = dict[str, tuple[Callable[..., Any], Callable[..., bool]]]
+"""Kernels by the name of a platform, each with a function of sizes: whether it can be compiled for them."""
+RECURRENCES: KernelsByName = {
+    "tpu": (recurrence_tpu.read_chunks_in_kernel, recurrence_tpu.fits),
+    "gpu": (recurrence_gpu.read_chunks_in_kernel, recurrence_gpu.fits),
+    "interpreted": (functools.partial(recurrence_gpu.read_chunks_in_kernel, interpret=True), lambda *_: True),
 }
-"""The kernels that read a segment's chunks, with the arguments of `recurrence_gpu.read_chunks_in_kernel`."""
-FITS = {"tpu": recurrence_tpu.fits, "gpu": recurrence_gpu.fits, "interpreted": lambda *_: True}
-"""Whether they can be compiled for a block's and a chunk's number of tokens, sizes of a key and a value, and decays by
-channel."""
-SCANS = {
+"""The kernels that read a segment's chunks, with the arguments of `recurrence_gpu.read_chunks_in_kernel`. The sizes are
+the number of tokens of a block and of a chunk, the sizes of a key and a value, and whether decays are by channel."""
+SCANS: KernelsByName = {
     "tpu": (scan_tpu.scan_in_kernel, scan_tpu.fits),
     "gpu": (scan_gpu.scan_in_kernel, scan_gpu.fits),
     "interpreted": (functools.partial(scan_gpu.scan_in_kernel, interpret=True), lambda *_: True),
 }
-"""The kernels that compute `scan_channels`, and whether they can be compiled for a block's number of tokens, and this
-number of channels."""
+"""The kernels that compute `scan_channels`. The sizes are the number of tokens of a block, and of channels."""
+CONVOLUTIONS: KernelsByName = {"tpu": (convolution_tpu.convolve_in_kernel, convolution_tpu.fits)}
+"""The kernels for the short convolution before a recurrence. The sizes are the number of tokens of a block, the length
+of the filters, and the number of channels."""
 
 
 def kernel_of_platform(window_length: int, head_size: int) -> str:
@@ -121,20 +123,7 @@ def kernel_of_memory(name: str, search: MemorySearch, num_neighbors: int, head_s
     return kernel.memory if kernel and search == "bucketed" and kernel.fits(num_neighbors, head_size) else None
 
 
-def kernel_of_recurrence(name: str, *sizes: Any) -> Callable[..., tuple[Array, Array]] | None:
-    """The kernel that belongs to a `recurrence_kernel` and can be compiled for the sizes (see `FITS`); None if none
-    does."""
-    return RECURRENCES[name] if name in RECURRENCES and FITS[name](*sizes) else None
-
-
-def kernel_of_convolution(name: str, block: int, taps: int, channels: int) -> Callable[..., Array] | None:
-    """The kernel for the short convolution before a recurrence that belongs to a `recurrence_kernel`; None if none
-    does."""
-    return convolution_tpu.convolve_in_kernel if name == "tpu" and convolution_tpu.fits(block, taps, channels) else None
-
-
-def kernel_of_scan(name: str, *sizes: int) -> Callable[..., tuple[Array, Array]] | None:
-    """The kernel for the recurrence of channels that belongs to a `recurrence_kernel` and can be compiled for the sizes
-    (see `SCANS`); None if none does."""
-    kernel, fits = SCANS.get(name, (None, lambda *_: True))
-    return kernel if fits(*sizes) else None
+def kernel_of(kernels: KernelsByName, name: str, *sizes: Any) -> Callable[..., Any] | None:
+    """The kernel that belongs to a `recurrence_kernel` and can be compiled for the sizes; None if none does."""
+    kernel, fits = kernels.get(name, (None, None))
+    return kernel if fits and fits(*sizes) else None

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
-from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_recurrence
+from meliad_like.kernels.registry import CONVOLUTIONS, RECURRENCES, kernel_of
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
@@ -109,7 +109,8 @@ class MatrixRecurrence(Mixer):
             return matrix, self._normed_by_head(y)
 
         convolve = partial(convolve_segment, start=context.start)
-        kernels = [kernel_of_convolution(self.shape.recurrence_kernel, self.w, *x.shape) for x in self.convolution()]
+        name, filters = self.shape.recurrence_kernel, self.convolution()
+        kernels = [kernel_of(CONVOLUTIONS, name, self.w, *x.shape) for x in filters]
         if kernels and all(kernels):
             convolve = partial(_one_by_one, partial(convolve, kernel=kernels[0]))
         else:
@@ -191,9 +192,8 @@ class MatrixConfig(MixerConfig):
     def kernel(self, shape: DecoderShape) -> Callable[..., tuple[Array, Array]] | None:
         """The kernel that reads a segment; None: none does."""
         tokens, sizes = (shape.window_length, self.chunk(shape)), self.sizes(shape)
-        return kernel_of_recurrence(
-            shape.recurrence_kernel, *tokens, sizes.key_size, sizes.value_size, sizes.by_channel
-        )
+        of_head = sizes.key_size, sizes.value_size, sizes.by_channel
+        return kernel_of(RECURRENCES, shape.recurrence_kernel, *tokens, *of_head)
 
     def has_kernel(self, shape, kind):
         return kind == "recurrence" and self.kernel(shape) is not None

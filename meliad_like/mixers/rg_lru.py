@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.kernels.registry import kernel_of_convolution, kernel_of_scan
+from meliad_like.kernels.registry import CONVOLUTIONS, SCANS, kernel_of
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
@@ -91,14 +91,14 @@ class RecurrentBlock(Mixer):
     def __call__(self, x, context, carry, dropout_key):
         inputs, start = self.input(x), context.start
         positions, position = context.count(carry.position, self.w)
-        kernel = kernel_of_convolution(self.shape.recurrence_kernel, self.w, *self.filters.shape)
+        kernel = kernel_of(CONVOLUTIONS, self.shape.recurrence_kernel, self.w, *self.filters.shape)
         # The kernel sums the gradient of its inputs in float32, whatever their type.
         inputs = inputs if kernel else inputs.astype(jnp.float32)
         convolved, recent = convolve_segment(inputs, carry.recent, self.filters[...], start, kernel)
         u = convolved + self.filter_bias[...]
         c, n = positions.shape[1], x.shape[1]
         first = (jnp.arange(n) % (n // c) == 0) & jnp.repeat(positions == 0, n // c, axis=1)
-        scan = kernel_of_scan(self.shape.recurrence_kernel, self.w, self.channels) or scan_channels
+        scan = kernel_of(SCANS, self.shape.recurrence_kernel, self.w, self.channels) or scan_channels
         state, states = scan(*self._coefficients(u, first), carry.state)
         return self._output(states, x), RGLRUCarry(state, recent, position)
 
@@ -176,7 +176,7 @@ class RGLRU(MixerConfig):
         return RecurrentBlock(self, shape, rngs=rngs)
 
     def has_kernel(self, shape, kind):
-        kernel = kernel_of_scan(shape.recurrence_kernel, shape.window_length, self.width(shape))
+        kernel = kernel_of(SCANS, shape.recurrence_kernel, shape.window_length, self.width(shape))
         return kind == "recurrence" and kernel is not None
 
     def width(self, shape):
