@@ -16,6 +16,7 @@ import test_linear_recurrence as of_recurrence
 from jax.experimental.pallas import tpu as pltpu
 
 from meliad_like.kernels import convolution_tpu, memory_tpu, recurrence_tpu, window_tpu
+from meliad_like.kernels.common import tpu_params
 from meliad_like.kernels.convolution_tpu import convolve_in_kernel
 from meliad_like.kernels.scan_tpu import scan_in_kernel
 from meliad_like.kernels.states_tpu import ProjectedKeys, attend_unit_in_kernel
@@ -106,10 +107,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
 
 def break_it() -> None:
     """Lets the cores divide the lanes of a head among them, although all lanes add to the same gradients."""
-    params = pltpu.CompilerParams
-    window_tpu.pltpu.CompilerParams = lambda dimension_semantics, **options: params(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), **options
-    )
+    window_tpu.tpu_params = lambda *_: tpu_params("parallel", "parallel", "arbitrary")
 
 
 if __name__ == "__main__":

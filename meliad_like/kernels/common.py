@@ -1,12 +1,55 @@
 """Functions that the kernels of all platforms share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
+
+VMEM_LIMIT = 100 * 2**20
+"""The TPU's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
+
+
+def call_kernel(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    read: Iterable[tuple[Any, Any]],
+    written: Iterable[tuple[Any, Any]],
+    params: Any,
+    scratch: Sequence[Any] = (),
+    *,
+    interpret: Any,
+    name: str | None = None,
+) -> list[Any]:
+    """Runs a kernel, a function of the references to arrays that it reads, arrays that it writes, and scratch.
+
+    Args:
+        read, written: pairs of an array, or a tree of them, and its block specs; of `written`, only shapes and dtypes
+            are used.
+        name: the name in profiles; None: that of the function.
+    """
+    inputs, in_specs = zip(*read)
+    outputs, out_specs = zip(*written)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(outputs)),
+        out_specs=list(out_specs),
+        scratch_shapes=scratch,
+        compiler_params=params,
+        interpret=interpret,
+        name=name,
+    )(*inputs)
+
+
+def tpu_params(*semantics: str) -> pltpu.CompilerParams:
+    """The parameters of a TPU's compiler. `semantics`: "parallel" or "arbitrary" for each axis of the grid."""
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT)
 
 
 def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Any]:

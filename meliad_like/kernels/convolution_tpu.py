@@ -14,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import sharded_on_mesh
-from meliad_like.kernels.window_tpu import VMEM_LIMIT
+from meliad_like.kernels.common import call_kernel, sharded_on_mesh, tpu_params
 from meliad_like.layers.losses import divisor
 from meliad_like.layers.sharding import MESH_AXES_OF
 
@@ -97,19 +96,10 @@ def _grid(interpret, inputs, recent, filters, start, reversed: bool):
     of_recent = pl.BlockSpec((None, recent.shape[1], width), lambda b, i, s: (b, 0, i))
 
     def call(kernel, read, written):
-        return pl.pallas_call(
-            kernel,
-            grid=(b, channels // width, steps),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *(spec for _, spec in read)],
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in written],
-            out_specs=[spec for _, spec in written],
-            scratch_shapes=[pltpu.VMEM((t + BEYOND, width), jnp.float32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-            ),
-            interpret=interpret,
-            name=f"convolution{kernel.__name__}",
-        )(first, *(x for x, _ in read))
+        read = (first, pl.BlockSpec(memory_space=pltpu.SMEM)), *read
+        grid, scratch = (b, channels // width, steps), [pltpu.VMEM((t + BEYOND, width), jnp.float32)]
+        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"convolution{kernel.__name__}"
+        return call_kernel(kernel, grid, read, written, params, scratch, interpret=interpret, name=name)
 
     vectors = pl.BlockSpec((None, t, width), lambda b, i, s: (b, at(s), i))
     return call, vectors, of_recent, pl.BlockSpec((filters.shape[0], width), lambda b, i, s: (0, i))

@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.kernels import recurrence_gpu_programs as programs
+from meliad_like.kernels.common import call_kernel
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
 from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved, Sequence
@@ -134,8 +135,7 @@ def _read_backward(options, saved, cotangents):
 
     specs = Saved(*[group.states] * 2, *[group.values] * 3, inverse=group.of_chunk(grid.t))
     read = (inputs, group.inputs), (Saved(before, of_state, update, of_update, cotangent, inverse), specs)
-    written = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    written = written if inverse is not None else written._replace(value=None)
+    written = inputs if inverse is not None else inputs._replace(value=None)
     [gradients] = grid.call(programs.input_gradient_kernel, group, read, [(written, group.inputs)])
     return gradients if inverse is not None else gradients._replace(value=of_update), of_matrix, None
 
@@ -242,20 +242,11 @@ class _Grid:
 
     def call(self, kernel, specs: _Specs, read, written, warps: int | None = None) -> list[Any]:
         """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
-        options, is_sequential = self.options, specs is self.through_segment
+        options, is_chunk = self.options, specs is not self.through_segment
         read, written = ([(x, _with_array(x, spec)) for x, spec in pairs] for pairs in (read, written))
-        return pl.pallas_call(
-            functools.partial(kernel, options),
-            grid=specs.grid,
-            in_specs=[spec for _, spec in read],
-            out_shape=[x for x, _ in written],
-            out_specs=[spec for _, spec in written],
-            compiler_params=triton.CompilerParams(
-                num_warps=warps or options.warps[not is_sequential], num_stages=options.stages[not is_sequential]
-            ),
-            interpret=options.interpret,
-            name=kernel.__name__,
-        )(*(x for x, _ in read))
+        warps, stages = warps or options.warps[is_chunk], options.stages[is_chunk]
+        run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=warps, num_stages=stages)
+        return call_kernel(run, specs.grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
 
 
 def _with_array(arrays: Any, specs: Any) -> Any:

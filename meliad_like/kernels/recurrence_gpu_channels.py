@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import call_kernel
 from meliad_like.kernels.common import matrix_product as product
 from meliad_like.kernels.recurrence_gpu_programs import Options
 
@@ -166,9 +167,8 @@ def _backward(options, x, cotangents):
     b, c, h, _, t, k = x.log_decay.shape
     size = math.gcd(k, SLICE)
     of_inputs, of_products = _specs(t, size, k // size)
-    written = Channels(*(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x))
     read = [(x, of_inputs), (cotangents, of_products)]
-    return tuple(_call(options, products_gradient_kernel, (c * (k // size), h, b), read, [(written, of_inputs)]))
+    return tuple(_call(options, products_gradient_kernel, (c * (k // size), h, b), read, [(x, of_inputs)]))
 
 
 _products.defvjp(_forward, _backward)
@@ -195,13 +195,5 @@ def _specs(t: int, size: int, slices: int = 1) -> tuple[Channels, Products]:
 
 
 def _call(options: Options, kernel, grid, read, written) -> list[Any]:
-    return pl.pallas_call(
-        functools.partial(kernel, options),
-        grid=grid,
-        in_specs=[spec for _, spec in read],
-        out_shape=[x for x, _ in written],
-        out_specs=[spec for _, spec in written],
-        compiler_params=triton.CompilerParams(num_warps=options.warps[1], num_stages=1),
-        interpret=options.interpret,
-        name=kernel.__name__,
-    )(*(x for x, _ in read))
+    run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=options.warps[1], num_stages=1)
+    return call_kernel(run, grid, read, written, params, interpret=options.interpret, name=kernel.__name__)

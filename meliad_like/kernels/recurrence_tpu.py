@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from meliad_like.kernels.common import call_kernel, tpu_params
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_tpu_products import Options
 from meliad_like.kernels.recurrence_tpu_programs import Inputs, Results, backward_kernel, forward_kernel, largest_part
-from meliad_like.kernels.window_tpu import VMEM_LIMIT
 from meliad_like.layers.attention import merge_heads, split_heads
 from meliad_like.layers.linear_recurrence import Rule
 
@@ -152,16 +152,6 @@ class _Grid:
 
     def call(self, kernel, read, written, scratch) -> list[Any]:
         """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
-        return pl.pallas_call(
-            functools.partial(kernel, self.options),
-            grid=(self.b, self.i, self.c),
-            in_specs=[spec for _, spec in read],
-            out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [x for x, _ in written]),
-            out_specs=[spec for _, spec in written],
-            scratch_shapes=scratch,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-            ),
-            interpret=self.options.interpret,
-            name=f"recurrence_{kernel.__name__}",
-        )(*(x for x, _ in read))
+        run, grid = functools.partial(kernel, self.options), (self.b, self.i, self.c)
+        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"recurrence_{kernel.__name__}"
+        return call_kernel(run, grid, read, written, params, scratch, interpret=self.options.interpret, name=name)

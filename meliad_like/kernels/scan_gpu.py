@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import call_kernel
 from meliad_like.kernels.recurrence import scan_on_mesh
 from meliad_like.layers.linear_recurrence import compose
 
@@ -97,15 +98,10 @@ def _call(
     of_token = pl.BlockSpec((None, t, width), lambda part, i, b: (b, part, i))
     of_part = pl.BlockSpec((None, None, width), lambda part, i, b: (b, part, i))
     written = jax.ShapeDtypeStruct((b, n // t if for_parts else n, channels), jnp.float32)
-    return pl.pallas_call(
-        kernel,
-        grid=(n // t, channels // width, b),
-        in_specs=[of_token] * len(of_tokens) + [of_part] * len(of_parts),
-        out_shape=[written] * number,
-        out_specs=[of_part if for_parts else of_token] * number,
-        compiler_params=triton.CompilerParams(num_warps=1),
-        interpret=interpret,
-    )(*of_tokens, *of_parts)
+    read = [(x, of_token) for x in of_tokens] + [(x, of_part) for x in of_parts]
+    results = [(written, of_part if for_parts else of_token)] * number
+    grid, params = (n // t, channels // width, b), triton.CompilerParams(num_warps=1)
+    return call_kernel(kernel, grid, read, results, params, interpret=interpret)
 
 
 def composing_kernel(reversed, decay, added, of_first, total):

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import call_kernel, tpu_params
 from meliad_like.kernels.convolution_tpu import TILE, run_size
 from meliad_like.kernels.recurrence import scan_on_mesh
-from meliad_like.kernels.window_tpu import VMEM_LIMIT
 
 ROWS = 8
 """The tokens of a tile of float32 in memory."""
@@ -105,20 +105,10 @@ class _Grid:
 
     def call(self, kernel, read, number: int) -> list[Array]:
         """Runs a kernel that writes this number of arrays of vectors."""
-        vectors = jax.ShapeDtypeStruct(read[0][0].shape, jnp.float32)
-        results = pl.pallas_call(
-            kernel,
-            grid=(self.b, self.parts, self.steps),
-            in_specs=[spec for _, spec in read],
-            out_shape=[vectors] * number,
-            out_specs=[self.spec] * number,
-            scratch_shapes=[pltpu.VMEM((self.i, self.l), jnp.float32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-            ),
-            interpret=self.interpret,
-            name=f"scan{kernel.__name__}",
-        )(*(x for x, _ in read))
+        written = [(jax.ShapeDtypeStruct(read[0][0].shape, jnp.float32), self.spec)] * number
+        grid, scratch = (self.b, self.parts, self.steps), [pltpu.VMEM((self.i, self.l), jnp.float32)]
+        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"scan{kernel.__name__}"
+        results = call_kernel(kernel, grid, read, written, params, scratch, interpret=self.interpret, name=name)
         return [rearrange(x, "b g (i r) l -> b (g r) (i l)", r=self.r) for x in results]
 
 

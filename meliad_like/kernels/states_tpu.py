@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import matrix_product, sharded_on_mesh
-from meliad_like.kernels.window_tpu import VMEM_LIMIT, before_unit, broadcast_transposed, rows_of, scaled_unit
+from meliad_like.kernels.common import call_kernel, matrix_product, sharded_on_mesh, tpu_params
+from meliad_like.kernels.window_tpu import before_unit, broadcast_transposed, rows_of, scaled_unit
 from meliad_like.layers.attention import MASKED, unit
 from meliad_like.layers.sharding import MESH_AXES_OF
 
@@ -109,7 +109,7 @@ class _Grid:
 
     def like(self, x):
         """A result of the shape and type of `x`."""
-        return jax.ShapeDtypeStruct(x.shape, x.dtype), self.vectors(x)
+        return x, self.vectors(x)
 
     def by_head(self, *shape: int):
         """An array of each lane and head, and the part of it that a run sees."""
@@ -120,21 +120,12 @@ class _Grid:
         """Runs a kernel, a function of the references to inputs, others, results and scratch, on the whole grid."""
         query, scale, parts, flags = self.inputs
         flags = jax.tree.map(lambda x: x.astype(jnp.int32), flags)
-        scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-        in_specs = jax.tree.map(lambda _: scalars, (flags, scale)), *jax.tree.map(self.vectors, (query, parts))
-        return pl.pallas_call(
-            functools.partial(kernel, self.options),
-            grid=(self.b, self.h),
-            in_specs=[*in_specs, *(spec for _, spec in others)],
-            out_shape=[x for x, _ in results],
-            out_specs=[spec for _, spec in results],
-            scratch_shapes=scratch,
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_LIMIT
-            ),
-            interpret=self.options.interpret,
-            name=f"states{kernel.__name__}",
-        )((flags, scale.astype(jnp.float32)), query, parts, *(x for x, _ in others))
+        scalars, spec = (flags, scale.astype(jnp.float32)), pl.BlockSpec(memory_space=pltpu.SMEM)
+        read = (scalars, jax.tree.map(lambda _: spec, scalars)), (query, self.vectors(query))
+        read = *read, (parts, jax.tree.map(self.vectors, parts)), *others
+        run, grid, name = functools.partial(kernel, self.options), (self.b, self.h), f"states{kernel.__name__}"
+        params, interpret = tpu_params("parallel", "parallel"), self.options.interpret
+        return call_kernel(run, grid, read, results, params, scratch, interpret=interpret, name=name)
 
 
 class _Head:

@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.kernels import window_gpu_programs as programs
+from meliad_like.kernels.common import call_kernel
 from meliad_like.kernels.window_gpu_programs import Keys, Options, Queries, Saved, Shared, Tiling, Tilings
 from meliad_like.kernels.window_tpu import Projected, sharded_by_head
 from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
@@ -172,13 +173,6 @@ class _Band:
         shared = self.shared(tiling, by_key)
         specs = jax.tree.map(by_head, shared)
         specs = specs._replace(valid=pl.BlockSpec((None, shared.valid.shape[1]), lambda t, h, b: (b, 0)))
-        written = list(written)
-        return pl.pallas_call(
-            functools.partial(kernel, self.options),
-            grid=(tiles, self.h, self.b),
-            in_specs=[specs, *(spec for _, spec in read)],
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in written],
-            out_specs=[spec for _, spec in written],
-            compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
-            interpret=self.options.interpret,
-        )(shared, *(x for x, _ in read))
+        params = triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages)
+        run, grid, read = functools.partial(kernel, self.options), (tiles, self.h, self.b), [(shared, specs), *read]
+        return call_kernel(run, grid, read, written, params, interpret=self.options.interpret)

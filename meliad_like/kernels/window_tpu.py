@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import matrix_product, sharded_on_mesh
+from meliad_like.kernels.common import call_kernel, matrix_product, sharded_on_mesh, tpu_params
 from meliad_like.kernels.window_wide import Passes, attend_wide_window
 from meliad_like.layers.attention import LOWEST, MASKED, unit, unit_and_factor
 from meliad_like.layers.losses import divisor
@@ -36,8 +36,6 @@ ROWS = 128
 """The number of queries in each row of the ring; compiled for a TPU, window and head size must be multiples of it."""
 WIDEST = 1024
 """The widest window that one run of the kernel computes: one of 2,048 would need 32.5 of v4's 16 MiB."""
-VMEM_LIMIT = 100 * 2**20
-"""The chip's own memory that a kernel may use, in bytes. The compiler's default is too little for windows of 1024."""
 
 
 class Projected(NamedTuple):
@@ -195,21 +193,14 @@ class _Grid:
         projected, scale, bias, valid, kept = self.inputs
         # Reversed, because a column further on the ring is a distance less.
         bias, scalars = bias[:, None, ::-1].astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM)
-        specs = scalars, scalars, self.by_head(1, self.w)[1], None if kept is None else self.of_kept(kept.shape[1])
+        of_kept = None if kept is None else self.of_kept(kept.shape[1])
+        read = (valid.astype(jnp.int32), scalars), (scale.astype(jnp.float32), scalars)
+        read = *read, (bias, self.by_head(1, self.w)[1]), (kept, of_kept), (projected, self.projected), *others
         heads = Projected(*[self.scratch(projected.query.dtype)] * 5)
-        return pl.pallas_call(
-            functools.partial(kernel, self.options),
-            grid=(self.h, self.b, self.c),
-            in_specs=[*specs, self.projected, *(spec for _, spec in others)],
-            out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [x for x, _ in outputs]),
-            out_specs=[spec for _, spec in outputs],
-            scratch_shapes=[self.bias_row, heads, *scratch],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-            ),
-            interpret=self.options.interpret,
-            name=kernel.__name__,
-        )(valid.astype(jnp.int32), scale.astype(jnp.float32), bias, kept, projected, *(x for x, _ in others))
+        grid, scratch = (self.h, self.b, self.c), [self.bias_row, heads, *scratch]
+        run, params = functools.partial(kernel, self.options), tpu_params("parallel", "arbitrary", "arbitrary")
+        interpret, name = self.options.interpret, kernel.__name__
+        return call_kernel(run, grid, read, outputs, params, scratch, interpret=interpret, name=name)
 
 
 def forward_kernel(options, valid, scale, bias, kept, projected, mixed, log_totals, bias_row, heads):
