@@ -1,7 +1,7 @@
 """Functions that the kernels of all platforms share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,26 @@ def call_kernel(
 def tpu_params(*semantics: str) -> pltpu.CompilerParams:
     """The parameters of a TPU's compiler. `semantics`: "parallel" or "arbitrary" for each axis of the grid."""
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT)
+
+
+class Specs(NamedTuple):
+    """The parts of arrays that the programs of a grid see, by the letters of the arrays' axes."""
+
+    grid: dict[str, int]
+    """The number of programs along each axis of the grid. Where arrays have the axis, each program has a part of it."""
+    sizes: dict[str, int | None]
+    """The size of a part along each axis; None: one place, for which the part has no axis."""
+    places: dict[str, Callable[[dict[str, Any]], Any]]
+    """For the other axes that have parts: the function of a program's place in the grid -> the number of its part."""
+
+    def __call__(self, axes: str) -> pl.BlockSpec:
+        """The part of an array with these axes, such as "bhnk"."""
+
+        def places(*at):
+            program = dict(zip(self.grid, at))
+            return tuple(self.places[x](program) if x in self.places else program.get(x, 0) for x in axes)
+
+        return pl.BlockSpec(tuple(self.sizes[axis] for axis in axes), places)
 
 
 def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ Every sum has one order, so results are always the same.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.kernels import recurrence_gpu_programs as programs
-from meliad_like.kernels.common import call_kernel
+from meliad_like.kernels.common import Specs, call_kernel
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
 from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved, Sequence
@@ -105,16 +105,16 @@ def _read_forward(options, inputs, matrix, first):
     at, through = grid.at_chunk, grid.through_segment
     inverse, of_keys, update = None, None, inputs.value
     if inputs.strength is not None:
-        read = (inputs.of_keys, at.of_chunk(grid.t)), (inputs.strength, at.of_head(1))
-        [inverse] = grid.call(programs.inverse_kernel, at, read, [(grid.squares, at.of_chunk(grid.t))], warps=1)
+        read = (inputs.of_keys, at("bcgrtt")), (inputs.strength, at("bhn1"))
+        [inverse] = grid.call(programs.inverse_kernel, at, read, [grid.new(at, "bcgrtt", jnp.float32)], warps=1)
         update, of_keys = grid.solved(inverse, with_values=True)
-    read = (matrix, through.matrix), (update, through.values), (of_keys, through.of_head(grid.k))
-    corrected = None if of_keys is None else grid.vectors(grid.p)
-    written = (grid.states, through.states), (corrected, through.values), (grid.matrix, through.matrix)
+    read = (matrix, through("bhpk")), (update, through("bhnp")), (of_keys, through("bhnk"))
+    corrected = (None, None) if of_keys is None else grid.new(through, "bhnp")
+    written = grid.new(through, "bhcpk"), corrected, grid.new(through, "bhpk", jnp.float32)
     before, corrected, after = grid.call(programs.states_kernel, through, [grid.sequence, *read], written)
     update = update if of_keys is None else corrected
-    read = grid.chunk, (before, at.states), (update, at.values)
-    [read] = grid.call(programs.read_kernel, at, read, [(grid.vectors(grid.p), at.values)])
+    read = grid.chunk, (before, at("bhcpk")), (update, at("bhnp"))
+    [read] = grid.call(programs.read_kernel, at, read, [grid.new(at, "bhnp")])
     return (after, read), (inputs, first, before, update, inverse)
 
 
@@ -124,129 +124,96 @@ def _read_backward(options, saved, cotangents):
     grid = _Grid(options, inputs, first)
     at, through, group = grid.at_chunk, grid.through_segment, grid.at_group
     of_keys = None if inverse is None else grid.solved(inverse, with_values=False)[1]
-    read = grid.chunk, (cotangent, at.values)
-    [of_read] = grid.call(programs.read_gradient_kernel, at, read, [(grid.vectors(grid.p), at.values)])
-    read = (inputs.query, through.of_group(grid.k)), (cotangent, through.values), (of_after, through.matrix)
-    read = *read, (of_read, through.values), (of_keys, through.of_head(grid.k))
-    written = (grid.states, through.states), (grid.vectors(grid.p), through.values), (grid.matrix, through.matrix)
+    read = grid.chunk, (cotangent, at("bhnp"))
+    [of_read] = grid.call(programs.read_gradient_kernel, at, read, [grid.new(at, "bhnp")])
+    read = (inputs.query, through("bgnk")), (cotangent, through("bhnp")), (of_after, through("bhpk"))
+    read = *read, (of_read, through("bhnp")), (of_keys, through("bhnk"))
+    written = grid.new(through, "bhcpk"), grid.new(through, "bhnp"), grid.new(through, "bhpk", jnp.float32)
     of_state, of_update, of_matrix = grid.call(
         programs.states_gradient_kernel, through, [grid.sequence, *read], written
     )
 
-    specs = Saved(*[group.states] * 2, *[group.values] * 3, inverse=group.of_chunk(grid.t))
-    read = (inputs, group.inputs), (Saved(before, of_state, update, of_update, cotangent, inverse), specs)
+    specs, of_inputs = Saved(*[group("bhcpk")] * 2, *[group("bhnp")] * 3, inverse=group("bcgrtt")), _of_chunk(group)
+    read = (inputs, of_inputs), (Saved(before, of_state, update, of_update, cotangent, inverse), specs)
     written = inputs if inverse is not None else inputs._replace(value=None)
-    [gradients] = grid.call(programs.input_gradient_kernel, group, read, [(written, group.inputs)])
+    [gradients] = grid.call(programs.input_gradient_kernel, group, read, [(written, of_inputs)])
     return gradients if inverse is not None else gradients._replace(value=of_update), of_matrix, None
 
 
 _read.defvjp(_read_forward, _read_backward)
 
 
-class _Specs(NamedTuple):
-    """The parts of arrays that the programs of a grid see."""
-
-    grid: tuple[int, int, int]
-    of_head: Callable[[int], pl.BlockSpec]
-    """The specification of an array [b, h, n, size], by the size of its last axis."""
-    of_group: Callable[[int], pl.BlockSpec]
-    """The specification of an array [b, g, n, size], by the size of its last axis."""
-    of_chunk: Callable[[int], pl.BlockSpec]
-    """The specification of an array [b, c, g, r, t, size], by the size of its last axis."""
-    values: pl.BlockSpec
-    """The specification of an array [b, h, n, p]."""
-    states: pl.BlockSpec
-    """The specification of an array [b, h, c, p, k]."""
-    matrix: pl.BlockSpec | None
-    """The specification of an array [b, h, p, k]."""
-    inputs: Chunk
-
-
 class _Grid:
-    """The sizes of a segment's arrays, and how its kernels are called."""
+    """The sizes of a segment's arrays by the letters of their axes, and how its kernels are called.
+
+    A segment has `n` tokens in `c` chunks of `t`, and `h` heads in `g` groups of `r`. The other letters are those of
+    `recurrence_gpu_programs.py`.
+    """
 
     def __init__(self, options: Options, inputs: Chunk, first: Int[Array, "b c"]):
-        self.options, self.inputs = options, inputs
-        (self.b, self.c, self.g, self.r, self.t, self.e) = inputs.decay.shape
-        self.h, self.n, self.p, self.k = self.g * self.r, self.c * self.t, inputs.value.shape[3], inputs.key.shape[3]
-        self.matrix = jax.ShapeDtypeStruct((self.b, self.h, self.p, self.k), jnp.float32)
-        self.states = jax.ShapeDtypeStruct((self.b, self.h, self.c, self.p, self.k), options.dtype)
-        self.squares = jax.ShapeDtypeStruct((*inputs.decay.shape[:-1], self.t), jnp.float32)
+        self.options = options
+        b, c, g, r, t, e = inputs.decay.shape
+        sizes = {"b": b, "c": c, "g": g, "r": r, "t": t, "e": e, "h": g * r, "n": c * t, "1": 1}
+        self.sizes = sizes | {"p": inputs.value.shape[3], "k": inputs.key.shape[3]}
         through = self.through_segment
-        of_first, decay = pl.BlockSpec((None, self.c), lambda i, h, b: (b, 0)), through.of_chunk(self.e)
-        specs = Sequence(of_first, through.of_group(self.k), decay, decay)
+        specs = Sequence(through("bc"), through("bgnk"), through("bcgrte"), through("bcgrte"))
         self.sequence = Sequence(first, inputs.key, inputs.until_end, inputs.decay), specs
-        self.chunk = inputs, self.at_chunk.inputs
+        self.chunk = inputs, _of_chunk(self.at_chunk)
 
-    def vectors(self, size: int) -> jax.ShapeDtypeStruct:
-        """One vector for each token and head."""
-        return jax.ShapeDtypeStruct((self.b, self.h, self.n, size), self.options.dtype)
+    def new(self, specs: Specs, axes: str, dtype: Any = None) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """An array to write with its specs; in the dtype of products if none is given."""
+        shape = tuple(self.sizes[axis] for axis in axes)
+        return jax.ShapeDtypeStruct(shape, dtype or self.options.dtype), specs(axes)
 
-    def _head(self, h: Any) -> tuple[Any, Any]:
-        """The group of a head, and its index in the group."""
-        return (jax.lax.div(h, self.r), jax.lax.rem(h, self.r)) if self.r > 1 else (h, 0)
+    def _specs(self, grid: str, parts: dict[str, int | None], places: dict[str, Callable[..., Any]]) -> Specs:
+        return Specs({axis: self.sizes[axis] for axis in grid}, self.sizes | parts, places)
 
-    def _specs(self, grid, of_head, of_group, of_chunk, values, states, matrix=None) -> _Specs:
-        square, decay = of_chunk(self.t), of_chunk(self.e)
-        of_key = of_group(self.k)
-        inputs = Chunk(of_key, of_key, values, of_head(1), square, square, decay, decay)
-        return _Specs(grid, of_head, of_group, of_chunk, values, states, matrix, inputs)
+    def _of_head(self) -> dict[str, Callable[..., Any]]:
+        """The places of a head's group, and of the head in it."""
+        if (r := self.sizes["r"]) == 1:
+            return {"g": lambda at: at["h"]}
+        return {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}
 
     @functools.cached_property
-    def at_chunk(self) -> _Specs:
+    def at_chunk(self) -> Specs:
         """One program for each chunk of each head."""
-        head, chunk = (None, None, self.t), (None, None, None, None, self.t)
-        return self._specs(
-            (self.c, self.h, self.b),
-            of_head=lambda size: pl.BlockSpec((*head, size), lambda c, h, b: (b, h, c, 0)),
-            of_group=lambda size: pl.BlockSpec((*head, size), lambda c, h, b: (b, self._head(h)[0], c, 0)),
-            of_chunk=lambda size: pl.BlockSpec((*chunk, size), lambda c, h, b: (b, c, *self._head(h), 0, 0)),
-            values=pl.BlockSpec((*head, self.p), lambda c, h, b: (b, h, c, 0)),
-            states=pl.BlockSpec((None, None, None, self.p, self.k), lambda c, h, b: (b, h, c, 0, 0)),
-        )
+        parts = dict.fromkeys("bcghr") | {"n": self.sizes["t"]}
+        return self._specs("chb", parts, {"n": lambda at: at["c"]} | self._of_head())
 
     @functools.cached_property
-    def at_group(self) -> _Specs:
+    def at_group(self) -> Specs:
         """One program for each chunk of each group of heads that share queries and keys."""
-        head, chunk = (None, self.r, self.t), (None, None, None, self.r, self.t)
-        return self._specs(
-            (self.c, self.g, self.b),
-            of_head=lambda size: pl.BlockSpec((*head, size), lambda c, g, b: (b, g, c, 0)),
-            of_group=lambda size: pl.BlockSpec((None, None, self.t, size), lambda c, g, b: (b, g, c, 0)),
-            of_chunk=lambda size: pl.BlockSpec((*chunk, size), lambda c, g, b: (b, c, g, 0, 0, 0)),
-            values=pl.BlockSpec((*head, self.p), lambda c, g, b: (b, g, c, 0)),
-            states=pl.BlockSpec((None, self.r, None, self.p, self.k), lambda c, g, b: (b, g, c, 0, 0)),
-        )
+        parts = dict.fromkeys("bcg") | {"h": self.sizes["r"], "n": self.sizes["t"]}
+        return self._specs("cgb", parts, {"n": lambda at: at["c"], "h": lambda at: at["g"]})
 
     @functools.cached_property
-    def through_segment(self) -> _Specs:
+    def through_segment(self) -> Specs:
         """One program for some channels of the values of each head."""
-        size, head = math.gcd(self.options.values, self.p), (None, None, self.n)
-        chunk = (None, self.c, None, None, self.t)
-        return self._specs(
-            (self.p // size, self.h, self.b),
-            of_head=lambda size: pl.BlockSpec((*head, size), lambda i, h, b: (b, h, 0, 0)),
-            of_group=lambda size: pl.BlockSpec((*head, size), lambda i, h, b: (b, self._head(h)[0], 0, 0)),
-            of_chunk=lambda size: pl.BlockSpec((*chunk, size), lambda i, h, b: (b, 0, *self._head(h), 0, 0)),
-            values=pl.BlockSpec((*head, size), lambda i, h, b: (b, h, 0, i)),
-            states=pl.BlockSpec((None, None, self.c, size, self.k), lambda i, h, b: (b, h, 0, i, 0)),
-            matrix=pl.BlockSpec((None, None, size, self.k), lambda i, h, b: (b, h, i, 0)),
-        )
+        sizes, size = self.sizes, math.gcd(self.options.values, self.sizes["p"])
+        grid = {"p": sizes["p"] // size, "h": sizes["h"], "b": sizes["b"]}
+        return Specs(grid, sizes | dict.fromkeys("bghr") | {"p": size}, self._of_head())
 
     def solved(self, inverse: Array, with_values: bool) -> list[Any]:
         """The results of `solved_kernel`."""
         at = self.at_chunk
-        of_values = (self.vectors(self.p) if with_values else None), at.values
-        read = self.chunk, (inverse, at.of_chunk(self.t))
-        return self.call(programs.solved_kernel, at, read, [of_values, (self.vectors(self.k), at.of_head(self.k))])
+        of_values = self.new(at, "bhnp") if with_values else (None, None)
+        read = self.chunk, (inverse, at("bcgrtt"))
+        return self.call(programs.solved_kernel, at, read, [of_values, self.new(at, "bhnk")])
 
-    def call(self, kernel, specs: _Specs, read, written, warps: int | None = None) -> list[Any]:
+    def call(self, kernel, specs: Specs, read, written, warps: int | None = None) -> list[Any]:
         """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
         options, is_chunk = self.options, specs is not self.through_segment
         read, written = ([(x, _with_array(x, spec)) for x, spec in pairs] for pairs in (read, written))
         warps, stages = warps or options.warps[is_chunk], options.stages[is_chunk]
         run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=warps, num_stages=stages)
-        return call_kernel(run, specs.grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
+        grid = tuple(specs.grid.values())
+        return call_kernel(run, grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
+
+
+def _of_chunk(specs: Specs) -> Chunk:
+    """The parts of a segment's arrays."""
+    axes = "bgnk", "bgnk", "bhnp", "bhn1", "bcgrtt", "bcgrtt", "bcgrte", "bcgrte"
+    return Chunk(*map(specs, axes))
 
 
 def _with_array(arrays: Any, specs: Any) -> Any:

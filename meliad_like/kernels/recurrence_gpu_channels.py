@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.common import call_kernel
+from meliad_like.kernels.common import Specs, call_kernel
 from meliad_like.kernels.common import matrix_product as product
 from meliad_like.kernels.recurrence_gpu_programs import Options
 
@@ -158,42 +158,34 @@ def _forward(options, x):
     b, c, h, _, t, k = x.log_decay.shape
     squares, decays = (jax.ShapeDtypeStruct((b, c, h, 1, t, size), jnp.float32) for size in (t, k))
     results = Products(jax.ShapeDtypeStruct(squares.shape, options.dtype), squares, decays, decays)
-    specs = _specs(t, k)
-    [products] = _call(options, products_kernel, (c, h, b), [(x, specs[0])], [(results, specs[1])])
+    specs, of_inputs, of_products = _specs(x, k)
+    [products] = _call(options, products_kernel, specs, [(x, of_inputs)], [(results, of_products)])
     return products, x
 
 
 def _backward(options, x, cotangents):
-    b, c, h, _, t, k = x.log_decay.shape
-    size = math.gcd(k, SLICE)
-    of_inputs, of_products = _specs(t, size, k // size)
+    specs, of_inputs, of_products = _specs(x, math.gcd(x.key.shape[3], SLICE))
     read = [(x, of_inputs), (cotangents, of_products)]
-    return tuple(_call(options, products_gradient_kernel, (c * (k // size), h, b), read, [(x, of_inputs)]))
+    return tuple(_call(options, products_gradient_kernel, specs, read, [(x, of_inputs)]))
 
 
 _products.defvjp(_forward, _backward)
 
 
-def _specs(t: int, size: int, slices: int = 1) -> tuple[Channels, Products]:
-    """The parts of arrays that a program sees, in a grid of chunks times slices of channels, heads and lanes."""
-
-    def place(i):
-        return (jax.lax.div(i, slices), jax.lax.rem(i, slices)) if slices > 1 else (i, 0)
-
-    def vectors(i, h, b):
-        c, j = place(i)
-        return b, h, c, j
-
-    def of_chunk(i, h, b):
-        c, j = place(i)
-        return b, c, h, 0, 0, j
-
-    of_vectors = pl.BlockSpec((None, None, t, size), vectors)
-    decay = pl.BlockSpec((None, None, None, None, t, size), of_chunk)
-    square = pl.BlockSpec((None, None, None, None, t, t), lambda i, h, b: (b, place(i)[0], h, 0, 0, 0))
-    return Channels(of_vectors, of_vectors, decay), Products(square, square, decay, decay)
+def _specs(x: Channels, size: int) -> tuple[Specs, Channels, Products]:
+    """The parts of arrays that a program sees in a grid of chunks times slices of `size` channels, heads and lanes."""
+    b, c, h, _, t, k = x.log_decay.shape
+    grid, places = {"c": c, "h": h, "b": b}, {"n": lambda at: at["c"]}
+    if (slices := k // size) > 1:
+        grid = {"i": c * slices, "h": h, "b": b}
+        places = dict.fromkeys("cn", lambda at: jax.lax.div(at["i"], slices))
+        places["k"] = lambda at: jax.lax.rem(at["i"], slices)
+    specs = Specs(grid, dict.fromkeys("bch1") | {"n": t, "t": t, "k": size}, places)
+    decay, square = specs("bch1tk"), specs("bch1tt")
+    return specs, Channels(specs("bhnk"), specs("bhnk"), decay), Products(square, square, decay, decay)
 
 
-def _call(options: Options, kernel, grid, read, written) -> list[Any]:
-    run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=options.warps[1], num_stages=1)
+def _call(options: Options, kernel, specs: Specs, read, written) -> list[Any]:
+    run, grid = functools.partial(kernel, options), tuple(specs.grid.values())
+    params = triton.CompilerParams(num_warps=options.warps[1], num_stages=1)
     return call_kernel(run, grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
