@@ -208,27 +208,41 @@ def test_tokens_at_once_are_those_one_by_one(architecture, changes, monkeypatch)
     """Two texts in pieces, of which some end inside a window, some with one, and some are empty."""
     model, params = make(architecture, **changes)
     reader = TextReader(model, params, 2 * W)
-    pieces = [(3, 1), (2, 0), (5, 7), (1, 4), (0, W), (8 * W // 4, 3)]
-    assert all(reader._at_once(np.array([0, 3]), np.array([2, n])) for n in (0, 1, 5))
+    pieces = [(3, 1), (2, 0), (5, 7), (1, 4), (0, W), (2 * W, 3)]
+    assert reader._at_once(np.array([2, 0]))[1] == W
 
     def read():
         nothing = np.zeros(2, int)
         carry = jax.jit(lambda: ways.begin(model, params, 2, decoding=True))()
         state = GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, nothing, nothing, nothing > 0)
-        place, found = np.array([0, 20]), []
+        place, by_piece = np.array([0, 20]), []
         for lengths in pieces:
             texts = [TOKENS[at : at + length] for at, length in zip(place, lengths)]
             results, state, rest = reader.look(state, texts, RequestedResults(True, True, (0, 2)), finish=True)
             place += lengths
             assert not any(map(len, rest))
-            found.append(results)
+            by_piece.append(results)
         logits, _ = ways.decode_token(model, params, state.token, state.carry)
-        return found, logits, state.carry.position
+        return by_piece, logits, state.carry.position
 
     at_once = read()
-    monkeypatch.setattr(reading, "ONE_BY_ONE", 0)
-    assert not reader._at_once(np.array([0, 3]), np.array([2, 5]))
+    monkeypatch.setattr(reading, "TOKENS_PER_STEP", 0)
+    assert reader._at_once(np.array([2, 5]))[1] == 0
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), at_once, read())
+
+
+def test_few_tokens_do_not_take_a_whole_window(monkeypatch):
+    model, params = make("llama", max_positions=512, window_length=512)
+    reader = TextReader(model, params, 512)
+    counts, number = reader._at_once(np.array([7, 101, 0, 8]))
+    assert (counts.tolist(), number) == ([0, 101, 0, 8], 128)
+    assert reader._at_once(np.array([7, 300]))[1] == reader._at_once(np.array([511]))[1] == 512
+    monkeypatch.setattr(reading, "_look_at_block", None)
+    nothing = np.zeros(1, int)
+    carry = jax.jit(lambda: ways.begin(model, params, 1, decoding=True))()
+    state = GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, nothing, nothing, nothing > 0)
+    ([results], state, _) = reader.look(state, [TOKENS[:5]], RequestedResults(losses=True))
+    assert results["nats"].shape == (4,) and state.num_read.tolist() == [4]
 
 
 @pytest.mark.thorough

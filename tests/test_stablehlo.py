@@ -9,7 +9,8 @@ from decoders import with_mixer
 from families import SLIDE, STATES, C, W, language_model
 
 from meliad_like.conversion.parameters import write_checkpoint
-from meliad_like.conversion.stablehlo import convert_to_stablehlo
+from meliad_like.conversion.stablehlo import convert_to_stablehlo, export_programs
+from meliad_like.models.model import Model
 
 TEXTS = [
     "A long document, of which every token is predicted. " * 3,
@@ -25,6 +26,16 @@ def exported(lm, tmp_path):
     reader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reader)
     return reader.Model(tmp_path / "theirs")
+
+
+def test_any_number_of_lanes_of_mixers_that_read_tokens_at_once():
+    mixers = "dot_product_attention", "gated_delta_rule", "retention", "rg_lru"
+    config = dataclasses.replace(SLIDE, num_layers=4, pattern=tuple(f"{mixer}+feedforward" for mixer in mixers))
+    assert [name for name, _ in export_programs(Model(config, 50), {"token": 1, "block": W})] == [
+        "begin",
+        "token",
+        "block",
+    ]
 
 
 def test_an_exported_model_reads_and_writes_as_ours(tmp_path):

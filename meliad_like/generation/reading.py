@@ -23,8 +23,8 @@ from meliad_like.training.checkpoints import named_arrays
 
 LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
-ONE_BY_ONE = 16
-"""A token that is read by itself takes a CPU about as long as this number of tokens that are read at once."""
+TOKENS_PER_STEP = 16
+"""The number of tokens that a CPU reads at once in about the time of one that is read by itself."""
 FEWEST_AT_ONCE = 128
 """The smallest number of tokens for which a program is compiled that reads them at once."""
 NO_TOKEN = -1
@@ -75,8 +75,8 @@ class RequestedResults(NamedTuple):
 
 
 class TextReader:
-    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest, at once if the model can
-    (`ModelTraits.reads_at_once`), or token by token."""
+    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest token by token, or at once if
+    it has several tokens and the model can (`ModelTraits.reads_at_once`)."""
 
     def __init__(self, model: Model, params: Any, segment_length: int):
         self._model, self._params = model, params
@@ -95,8 +95,8 @@ class TextReader:
     ) -> tuple[list[dict[str, np.ndarray]], GenerationState, list[Int[np.ndarray, " n"]]]:
         """Reads texts, and returns the requested results of their tokens.
 
-        Unless `finish`, the tokens of a last, incomplete block are read at once for their results, and not one by one,
-        as the state after them would require. `read` continues with them.
+        Unless `finish`, a model without `ModelTraits.reads_at_once` reads the tokens of a last, incomplete block for
+        their results alone, and not one by one, as the state after them would require. `read` continues with them.
 
         Returns:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
@@ -112,18 +112,19 @@ class TextReader:
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
         place, num_read = np.zeros(len(rows), int), state.num_read.copy()
         carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
+        reads_at_once = self._model.config.traits.reads_at_once
         while remaining.any():
             counts, size = self._next(num_read, remaining)
-            some = 0 if size else self._at_once(num_read, counts)
-            tokens, targets = _cut(rows, place, counts, size or some or self._window_length)
+            counts, at_once = self._at_once(counts) if reads_at_once and not size else (counts, 0)
+            tokens, targets = _cut(rows, place, counts, size or at_once or self._window_length)
             common = (self._model, self._params, carry, tokens, targets)
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
             lanes = None if counts.all() else counts > 0
             if size:
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
-            elif some:
+            elif at_once:
                 carry, results = _read_at_once(*common, counts, lanes, requested=requested)
-            elif finish or (num_read % self._window_length)[counts > 0].any():
+            elif finish or reads_at_once or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
                 carry, results = _read_one_by_one(*common, counts, even=even, requested=requested)
             else:
@@ -157,14 +158,14 @@ class TextReader:
                 return np.where(full, size, 0), size
         return remaining, 0
 
-    def _at_once(self, num_read: Int[np.ndarray, " b"], counts: Int[np.ndarray, " b"]) -> int:
-        """The `n` of `BaseDecoder.read_tokens` for these tokens, a power of two or a whole block; 0: they are read one
-        by one."""
-        if not self._model.config.traits.reads_at_once:
-            return 0
-        reach = int(np.max(np.where(counts > 0, num_read % self._window_length + counts, 0)))
-        size = min(max(1 << (reach - 1).bit_length(), FEWEST_AT_ONCE), self._window_length)
-        return size if ONE_BY_ONE * counts.max() >= size else 0
+    def _at_once(self, counts: Int[np.ndarray, " b"]) -> tuple[Int[np.ndarray, " b"], int]:
+        """The number of these tokens that each text reads at once, all or none, and this number with padding, a power
+        of two or a whole block; if no text has enough, all of these tokens, and 0. It depends on no other text."""
+        fewest = min(FEWEST_AT_ONCE, self._window_length)
+        several = np.where(TOKENS_PER_STEP * counts >= fewest, counts, 0)
+        if not several.any():
+            return counts, 0
+        return several, min(max(1 << (int(several.max()) - 1).bit_length(), fewest), self._window_length)
 
 
 def read_while_decoding(

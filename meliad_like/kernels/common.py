@@ -65,11 +65,11 @@ class Specs(NamedTuple):
     def __call__(self, axes: str) -> pl.BlockSpec:
         """The part of an array with these axes, such as "bhnk"."""
 
-        def places(*at):
+        def index_map(*at):
             program = dict(zip(self.grid, at))
             return tuple(self.places[x](program) if x in self.places else program.get(x, 0) for x in axes)
 
-        return pl.BlockSpec(tuple(self.sizes[axis] for axis in axes), places)
+        return pl.BlockSpec(tuple(self.sizes[axis] for axis in axes), index_map)
 
 
 def sharded_on_mesh(run: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable[..., Any]:

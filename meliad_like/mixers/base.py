@@ -141,7 +141,8 @@ class Mixer(nnx.Module):
         self, x: Float[Array, "b n d"], counts: Int[Array, " b"], context: LayerContext, carry: Carry
     ) -> tuple[Float[Array, "b n i"], Carry]:
         """The results for the next tokens of each lane's block, as `step` for one after the other, and the carry after
-        the first `counts` of them. A mixer that can read them at once says so (`Traits.reads_at_once`)."""
+        the first `counts` of them; results after these have no meaning, and may be NaN. A mixer that can read them at
+        once says so (`Traits.reads_at_once`)."""
         raise NotImplementedError
 
     def begin_decoding(self, carry: Carry) -> Carry:

@@ -162,13 +162,13 @@ class SpanAttention(Mixer):
         return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
 
     def step(self, x, context, carry):
-        y, carry = self.steps(x[:, None], jnp.ones(len(x), int), context, carry)
+        y, carry = self.steps(x[:, None], jnp.ones_like(carry.position), context, carry)
         return y[:, 0], carry
 
     def steps(self, x, counts, context, carry):
         w, ring, g, n = self.w, self.ring, self.key_heads, x.shape[1]
         query, key, value, gate = self._project(x)
-        lanes, block = jnp.arange(len(x))[:, None], carry.position // w
+        lanes, block = jnp.arange(x.shape[0])[:, None], carry.position // w
         position = carry.position[:, None] + np.arange(n)
         offset = position - (block * w)[:, None]
         # The number of blocks from each of the ring's blocks to the tokens' block.
@@ -179,7 +179,7 @@ class SpanAttention(Mixer):
         query = jnp.broadcast_to(query[:, :, None], (*query.shape[:2], ring, *query.shape[2:]))
         if self.table is not None:
             query = turned(query, self._taken(np.arange(ring) * w, distance[:, None, :, None]))
-        # Those of other tokens are dropped.
+        # Keys and values of tokens after `counts` are dropped.
         slot = jnp.where(np.arange(n) < counts[:, None], (block % ring * w)[:, None] + offset, ring * w)
         keys, values = (
             cached.at[lanes, :, slot].set(jnp.moveaxis(y, 1, 2).astype(cached.dtype), mode="drop")

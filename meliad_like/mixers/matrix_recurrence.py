@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.kernels.registry import CONVOLUTIONS, RECURRENCES, kernel_of
@@ -86,8 +86,8 @@ class MatrixRecurrence(Mixer):
         `rule`."""
         raise NotImplementedError
 
-    def moved(self, matrix: Float[Array, "b h p k"], n: int) -> Float[Array, "b h p k"]:
-        """The states after `n` tokens, for a rule in whose keys positions count from a segment's first token."""
+    def moved(self, matrix: Float[Array, "b h p k"], n: int | Int[Array, " b"]) -> Float[Array, "b h p k"]:
+        """The states after `n` tokens, for a rule in whose keys positions count from the first token that is read."""
         del n
         return matrix
 
@@ -127,21 +127,21 @@ class MatrixRecurrence(Mixer):
 
     def steps(self, x, counts, context, carry):
         b, n = x.shape[:2]
-        there = (np.arange(n) < counts[:, None])[:, None, :, None]
+        is_read = (np.arange(n) < counts[:, None])[:, None, :, None]
 
         def read(rule, matrix):
-            # Other tokens neither decay the states nor write to them.
-            rule = jax.tree.map(lambda y: jnp.where(there, y, 0), rule.without_step())
+            # Tokens after `counts` neither decay the states nor write to them.
+            rule = jax.tree.map(lambda y: jnp.where(is_read, y, 0), rule.without_step())
             chunk = math.gcd(n, self.config.chunk_length)
             matrix, y = read_chunks(rule, matrix, jnp.zeros((b, 1), bool), chunk)
             return matrix, self._normed_by_head(y)
 
-        return self._read(x, n, carry, partial(_side_by_side, partial(convolve_tokens, counts=counts)), read)
+        return self._read(x, counts, carry, partial(_side_by_side, partial(convolve_tokens, counts=counts)), read)
 
     def _normed_by_head(self, y: Float[Array, "b h n p"]) -> Float[Array, "b h n p"]:
         return y if self.norm_epsilon is None else over_root_mean_square(y, self.norm_epsilon)
 
-    def _read(self, x: Float[Array, "b n d"], n: int, carry: MatrixCarry, convolve: Callable, read: Callable):
+    def _read(self, x: Float[Array, "b n d"], n: Any, carry: MatrixCarry, convolve: Callable, read: Callable):
         inputs, others = self.project(x)
         recent = carry.recent
         if filters := self.convolution():

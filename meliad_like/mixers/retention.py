@@ -84,7 +84,8 @@ class RetentionMixer(ConstantDecay):
         return rotate(x, positions, wavelengths(self.sizes.key_size))
 
     def moved(self, matrix, n):
-        return self._placed(matrix, np.full(matrix.shape[2], -n))
+        by_row = n[:, None, None] if isinstance(n, jax.Array) else n
+        return self._placed(matrix, jnp.zeros(matrix.shape[2], int) - by_row)
 
     def gated(self, y, gate):
         return y * jax.nn.silu(gate)
@@ -110,7 +111,3 @@ class Retention(MatrixConfig):
 
     def sizes(self, shape):
         return Sizes(shape.num_heads, shape.num_heads, shape.head_size, self.expand * shape.head_size)
-
-    def traits(self, shape):
-        # `moved` moves the states of all lanes by the same number of tokens.
-        return super().traits(shape)._replace(reads_at_once=False)

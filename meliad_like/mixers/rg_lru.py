@@ -113,10 +113,10 @@ class RecurrentBlock(Mixer):
     def steps(self, x, counts, context, carry):
         convolved, recent = convolve_tokens(self.input(x), carry.recent, self.filters[...], counts)
         token = np.arange(x.shape[1])
-        first, there = carry.position[:, None] + token == 0, (token < counts[:, None])[..., None]
+        first, is_read = carry.position[:, None] + token == 0, (token < counts[:, None])[..., None]
         decay, added = self._coefficients(convolved + self.filter_bias[...], first)
-        # Other tokens leave the states as they are.
-        state, states = scan_channels(jnp.where(there, decay, 1), jnp.where(there, added, 0), carry.state)
+        # Tokens after `counts` leave the states as they are.
+        state, states = scan_channels(jnp.where(is_read, decay, 1), jnp.where(is_read, added, 0), carry.state)
         return self._output(states, x), RGLRUCarry(state, recent, carry.position + counts)
 
 

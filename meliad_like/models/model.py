@@ -402,8 +402,9 @@ class BaseDecoder(nnx.Module):
         self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
         """Reads the first `counts` tokens of each lane at once, as `read_token` one after the other, in a family with
-        `ModelTraits.reads_at_once`. They are among the first `n` tokens of the lane's current block."""
-        offset = (carry.position % self.config.window_length)[:, None] + np.arange(tokens.shape[1])
+        `ModelTraits.reads_at_once`. They are all in the lane's current block."""
+        offset = block_offset(carry.position, self.config.window_length, self.config.overlap)
+        offset = offset[:, None] + np.arange(tokens.shape[1])
         read = lambda layer, x, context, carry: layer.steps(x, counts, context, carry)  # noqa: E731
         return self._decode(self.embed(tokens, offset, None), counts, carry, read)
 

@@ -181,7 +181,8 @@ class Family:
     """The number that is added to the weights of these norms."""
 
     def __init_subclass__(cls):
-        FAMILIES.update(dict.fromkeys(cls.model_types, cls()))
+        super().__init_subclass__()
+        FAMILIES.update(dict.fromkeys(cls.__dict__.get("model_types", ()), cls()))
 
     def normal_form(self, saved: dict[str, Any], owner: str) -> dict[str, Any]:
         """The config.json from which the family reads and which it writes."""

@@ -30,24 +30,24 @@ class WindowAttention(SpanAttention):
         offset = jnp.arange(windows.shape[1])[None]
         query, key, value, gate = self._heads(windows, offset)
         if carry is not None:
-            # The last window is the current one, of which these are the first tokens.
-            keys, values = (
-                cached.at[:, :, : y.shape[2]].set(rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1])
-                for cached, y in ((carry.key, key), (carry.value, value))
-            )
+            # The last window is the current one.
+            keys, values = (rearrange(y, "(b c) g w k -> b c g w k", c=c)[:, -1] for y in (key, value))
             carry = AttentionCache(keys, values, carry.position)
         mixed = self._attend(query, key, value, offset, context, context.positions.reshape(-1) > 0, dropout_key)
         return rearrange(self._output(mixed, gate), "(b c) w i -> b (c w) i", c=c), carry
 
-    def step(self, x, context, carry):
-        position, lanes = context.positions, jnp.arange(x.shape[0])
-        offset = block_offset(position, self.w, self.config.overlap)
-        query, key, value, gate = self._heads(x[:, None], offset[:, None])
+    def steps(self, x, counts, context, carry):
+        position, token = context.positions, np.arange(x.shape[1])
+        offset = block_offset(position, self.w, self.config.overlap)[:, None] + token
+        query, key, value, gate = self._heads(x, offset)
+        # Keys and values of tokens after `counts` are dropped.
+        lanes, slot = jnp.arange(x.shape[0])[:, None], jnp.where(token < counts[:, None], offset, self.w)
         keys, values = (
-            cached.at[lanes, :, offset].set(y[:, :, 0]) for cached, y in ((carry.key, key), (carry.value, value))
+            cached.at[lanes, :, slot].set(jnp.moveaxis(y, 1, 2), mode="drop")
+            for cached, y in ((carry.key, key), (carry.value, value))
         )
-        mixed = self._attend(query, keys, values, offset[:, None], context, position >= self.w, None)
-        return self._output(mixed, gate)[:, 0], AttentionCache(keys, values, position + 1)
+        mixed = self._attend(query, keys, values, offset, context, position >= self.w, None)
+        return self._output(mixed, gate), AttentionCache(keys, values, position + counts)
 
     def _heads(self, x: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
         """The results of `_project` with positions, for tokens at these offsets in their windows."""

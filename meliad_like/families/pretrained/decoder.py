@@ -80,7 +80,11 @@ class Block(Layer):
         return self._finish(x, mixed, *keys[1:]), carry
 
     def step(self, x, context, carry):
-        mixed, carry = self.mixers[ATTENTION].step(self.norm(x), self._inserted(context, x.dtype), carry)
+        y, carry = self.steps(x[:, None], jnp.ones_like(context.positions), context, carry)
+        return y[:, 0], carry
+
+    def steps(self, x, counts, context, carry):
+        mixed, carry = self.mixers[ATTENTION].steps(self.norm(x), counts, self._inserted(context, x.dtype), carry)
         return self._finish(x, mixed, None, None), carry
 
     def _inserted(self, context: LayerContext, dtype: Any) -> LayerContext:
@@ -186,35 +190,24 @@ class PretrainedDecoder(BaseDecoder):
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
-    def read_tokens(self, tokens, counts, carry):
-        """Reads several tokens of each lane's window, as `BaseDecoder.read_tokens`, by reading the window from its
-        beginning on: they are among its first `n`. Windows must not overlap."""
-        n, w = tokens.shape[1], self.config.window_length
-        offset = carry.position % w
-        place = jnp.arange(n) - offset[:, None]
-        new = jnp.take_along_axis(tokens, jnp.clip(place, 0), axis=1)
-        held = jnp.where((place >= 0) & (place < counts[:, None]), new, carry.window.tokens[:, :n])
-        outputs, layers = self._read_window(held, carry.position - offset, carry.window.inserted, carry.layers, None)
-        position = carry.position + counts
-        window = carry.window._replace(tokens=carry.window.tokens.at[:, :n].set(held))
-        window = self._with_outputs(window, np.s_[:, :n], outputs)
-        carry = DecoderCarry(position, [cache._replace(position=position) for cache in layers], window)
-        places = jnp.clip(jnp.arange(n) + offset[:, None], max=n - 1)[..., None]
-        outputs = [jnp.take_along_axis(y, places, axis=1) for y in outputs]
-        return at_lanes((counts > 0) & (position % w == 0), self._begin_window, outputs, carry)
-
     def read_token(self, token, carry):
         """Reads one token per lane, as `BaseDecoder.read_token`.
 
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.
         """
-        w, lanes = self.config.window_length, jnp.arange(token.shape[0])
+        outputs, carry = self.read_tokens(token[:, None], jnp.ones_like(token), carry)
+        return [y[:, 0] for y in outputs], carry
+
+    def read_tokens(self, tokens, counts, carry):
+        w, lanes, token = self.config.window_length, jnp.arange(tokens.shape[0])[:, None], np.arange(tokens.shape[1])
         offset = block_offset(carry.position, w, self.config.overlap)
-        outputs, carry = super().read_token(token, carry)
-        window = carry.window._replace(tokens=carry.window.tokens.at[lanes, offset].set(token))
-        carry = carry._replace(window=self._with_outputs(window, (lanes, offset), outputs))
-        return at_lanes(offset == w - 1, self._begin_window, outputs, carry)
+        outputs, carry = super().read_tokens(tokens, counts, carry)
+        # Tokens after `counts` have no place.
+        places = lanes, jnp.where(token < counts[:, None], offset[:, None] + token, w)
+        window = carry.window._replace(tokens=carry.window.tokens.at[places].set(tokens, mode="drop"))
+        carry = carry._replace(window=self._with_outputs(window, places, outputs))
+        return at_lanes(offset + counts == w, self._begin_window, outputs, carry)
 
     def _begin_window(self, carry: DecoderCarry) -> DecoderCarry:
         """The carry at the beginning of the next window."""
