@@ -29,8 +29,8 @@ def exported(lm, tmp_path):
 
 
 def test_any_number_of_lanes_of_mixers_that_read_tokens_at_once():
-    mixers = "dot_product_attention", "gated_delta_rule", "retention", "rg_lru"
-    config = dataclasses.replace(SLIDE, num_layers=4, pattern=tuple(f"{mixer}+feedforward" for mixer in mixers))
+    mixers = "dot_product_attention", "gated_delta_rule", "rg_lru"
+    config = dataclasses.replace(SLIDE, num_layers=3, pattern=tuple(f"{mixer}+feedforward" for mixer in mixers))
     assert [name for name, _ in export_programs(Model(config, 50), {"token": 1, "block": W})] == [
         "begin",
         "token",
