@@ -81,6 +81,7 @@ class TextReader:
     def __init__(self, model: Model, params: Any, segment_length: int):
         self._model, self._params = model, params
         self._segment_length, self._window_length = segment_length, model.config.window_length
+        self._reads_at_once = model.config.traits.reads_at_once
 
     def read(self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]) -> GenerationState:
         """The states after these tokens, one array for each text of `state`."""
@@ -112,10 +113,9 @@ class TextReader:
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
         place, num_read = np.zeros(len(rows), int), state.num_read.copy()
         carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
-        reads_at_once = self._model.config.traits.reads_at_once
         while remaining.any():
             counts, size = self._next(num_read, remaining)
-            counts, at_once = self._at_once(counts) if reads_at_once and not size else (counts, 0)
+            counts, at_once = self._at_once(counts) if self._reads_at_once and not size else (counts, 0)
             tokens, targets = _cut(rows, place, counts, size or at_once or self._window_length)
             common = (self._model, self._params, carry, tokens, targets)
             start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
@@ -124,7 +124,7 @@ class TextReader:
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
             elif at_once:
                 carry, results = _read_at_once(*common, counts, lanes, requested=requested)
-            elif finish or reads_at_once or (num_read % self._window_length)[counts > 0].any():
+            elif finish or self._reads_at_once or (num_read % self._window_length)[counts > 0].any():
                 even = bool((counts == counts[0]).all())
                 carry, results = _read_one_by_one(*common, counts, even=even, requested=requested)
             else:
@@ -165,7 +165,12 @@ class TextReader:
         several = np.where(TOKENS_PER_STEP * counts >= fewest, counts, 0)
         if not several.any():
             return counts, 0
-        return several, min(max(1 << (int(several.max()) - 1).bit_length(), fewest), self._window_length)
+        return several, min(max(power_of_two(int(several.max())), fewest), self._window_length)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def read_while_decoding(

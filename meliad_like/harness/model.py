@@ -28,7 +28,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, read_while_decoding
+from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, power_of_two, read_while_decoding
 from meliad_like.layers.basic import check_tokens
 from meliad_like.layers.lanes import join_lanes
 from meliad_like.layers.losses import TokenLosses, token_losses
@@ -214,10 +214,10 @@ class HarnessModel(TemplateLM):
         model = self.lm.model
         if begins and num_inputs <= model.config.window_length:
             # A pretrained model may have much larger windows than a task has texts.
-            length = min(_power_of_two(max(num_inputs, SHORTEST)), model.config.window_length)
+            length = min(power_of_two(max(num_inputs, SHORTEST)), model.config.window_length)
             model = model.for_separate_sequences(length)
         w = model.config.window_length
-        return Shape(model, _power_of_two(-(-num_inputs // w)) * w, begins)
+        return Shape(model, power_of_two(-(-num_inputs // w)) * w, begins)
 
     def _score(self, shape: Shape, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """The index of each question, the log-probability of its scored tokens, and whether all were most likely."""
@@ -321,11 +321,6 @@ def tokenizer_for_tasks(model: HarnessModel, name: str) -> Iterator[None]:
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 @functools.partial(jax.jit, static_argnums=0)

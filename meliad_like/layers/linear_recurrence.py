@@ -401,7 +401,7 @@ def convolve_tokens(
 ) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
     """`convolve_segment` for tokens of the same document; the inputs that are returned are the last ones of the first
     `counts` tokens of each lane."""
-    convolved = convolve(inputs, recent, filters, jnp.zeros((len(inputs), 1), bool))
+    convolved = convolve(inputs, recent, filters, jnp.zeros((inputs.shape[0], 1), bool))
     every, places = jnp.concatenate([recent, inputs.astype(recent.dtype)], axis=1), np.arange(recent.shape[1])
     return convolved, jnp.take_along_axis(every, (counts[:, None] + places)[..., None], axis=1)
 

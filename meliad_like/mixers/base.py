@@ -134,8 +134,10 @@ class Mixer(nnx.Module):
     def step(self, x: Float[Array, "b d"], context: LayerContext, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
         """The results for one token of every lane, and the carry after it, in its form for decoding. The cost does not
         depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset. Where the
-        carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`)."""
-        raise NotImplementedError
+        carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`). By default `steps`
+        reads it."""
+        y, carry = self.steps(x[:, None], jnp.ones_like(context.positions), context, carry)
+        return y[:, 0], carry
 
     def steps(
         self, x: Float[Array, "b n d"], counts: Int[Array, " b"], context: LayerContext, carry: Carry

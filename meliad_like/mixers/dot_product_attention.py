@@ -44,6 +44,23 @@ class AttentionCache(NamedTuple):
     position: Int[Array, " b"]
     """The number of tokens of the document that have been read."""
 
+    def with_tokens(
+        self,
+        key: Float[Array, "b g n k"],
+        value: Float[Array, "b g n k"],
+        slot: Int[Array, "b n"],
+        counts: Int[Array, " b"],
+    ) -> "AttentionCache":
+        """The cache with the first `counts` tokens of each lane in these places of the ring."""
+        lanes, is_read = jnp.arange(slot.shape[0])[:, None], np.arange(slot.shape[1]) < counts[:, None]
+        # There is no place behind the ring: what would be written there is dropped.
+        places = lanes, slice(None), jnp.where(is_read, slot, self.key.shape[2])
+        keys, values = (
+            cached.at[places].set(jnp.moveaxis(new, 1, 2).astype(cached.dtype), mode="drop")
+            for cached, new in ((self.key, key), (self.value, value))
+        )
+        return AttentionCache(keys, values, self.position + counts)
+
 
 class SpanAttention(Mixer):
     """Attention of a layer's tokens to a span of tokens."""
@@ -161,14 +178,10 @@ class SpanAttention(Mixer):
         seen = within & (distance <= offset + position[:, None, None])
         return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
 
-    def step(self, x, context, carry):
-        y, carry = self.steps(x[:, None], jnp.ones_like(carry.position), context, carry)
-        return y[:, 0], carry
-
     def steps(self, x, counts, context, carry):
         w, ring, g, n = self.w, self.ring, self.key_heads, x.shape[1]
         query, key, value, gate = self._project(x)
-        lanes, block = jnp.arange(x.shape[0])[:, None], carry.position // w
+        block = carry.position // w
         position = carry.position[:, None] + np.arange(n)
         offset = position - (block * w)[:, None]
         # The number of blocks from each of the ring's blocks to the tokens' block.
@@ -179,18 +192,12 @@ class SpanAttention(Mixer):
         query = jnp.broadcast_to(query[:, :, None], (*query.shape[:2], ring, *query.shape[2:]))
         if self.table is not None:
             query = turned(query, self._taken(np.arange(ring) * w, distance[:, None, :, None]))
-        # Keys and values of tokens after `counts` are dropped.
-        slot = jnp.where(np.arange(n) < counts[:, None], (block % ring * w)[:, None] + offset, ring * w)
-        keys, values = (
-            cached.at[lanes, :, slot].set(jnp.moveaxis(y, 1, 2).astype(cached.dtype), mode="drop")
-            for cached, y in ((carry.key, key), (carry.value, value))
-        )
-        carry = AttentionCache(keys, values, carry.position + counts)
+        carry = carry.with_tokens(key, value, (block % ring * w)[:, None] + offset, counts)
         away = distance[:, None, :, None] * w + offset[..., None, None] - np.arange(w)
         seen = (away >= 0) & (away < self.config.span) & (away <= position[..., None, None])
         queries = rearrange(query, "b (g j) r n k -> b g r (j n) k", g=g)
         seen = jnp.tile(seen, (1, queries.shape[3] // n, 1, 1))[:, None]
-        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in (keys, values))
+        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in carry[:2])
         scores = jnp.einsum("bgrmk,bgrwk->bgmrw", queries, keys.astype(x.dtype), preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=(-2, -1)).astype(x.dtype)
         mixed = jnp.einsum("bgmrw,bgrwk->bgmk", weights, values.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -37,17 +37,12 @@ class WindowAttention(SpanAttention):
         return rearrange(self._output(mixed, gate), "(b c) w i -> b (c w) i", c=c), carry
 
     def steps(self, x, counts, context, carry):
-        position, token = context.positions, np.arange(x.shape[1])
-        offset = block_offset(position, self.w, self.config.overlap)[:, None] + token
+        position = context.positions
+        offset = block_offset(position, self.w, self.config.overlap)[:, None] + np.arange(x.shape[1])
         query, key, value, gate = self._heads(x, offset)
-        # Keys and values of tokens after `counts` are dropped.
-        lanes, slot = jnp.arange(x.shape[0])[:, None], jnp.where(token < counts[:, None], offset, self.w)
-        keys, values = (
-            cached.at[lanes, :, slot].set(jnp.moveaxis(y, 1, 2), mode="drop")
-            for cached, y in ((carry.key, key), (carry.value, value))
-        )
-        mixed = self._attend(query, keys, values, offset, context, position >= self.w, None)
-        return self._output(mixed, gate), AttentionCache(keys, values, position + counts)
+        carry = carry.with_tokens(key, value, offset, counts)
+        mixed = self._attend(query, carry.key, carry.value, offset, context, position >= self.w, None)
+        return self._output(mixed, gate), carry._replace(position=position + counts)
 
     def _heads(self, x: Float[Array, "l t d"], offset: Int[Array, "#l t"]):
         """The results of `_project` with positions, for tokens at these offsets in their windows."""

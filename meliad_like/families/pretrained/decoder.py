@@ -79,10 +79,6 @@ class Block(Layer):
         mixed, carry = self.mixers[ATTENTION](self.norm(x), self._inserted(context, x.dtype), carry, keys[0])
         return self._finish(x, mixed, *keys[1:]), carry
 
-    def step(self, x, context, carry):
-        y, carry = self.steps(x[:, None], jnp.ones_like(context.positions), context, carry)
-        return y[:, 0], carry
-
     def steps(self, x, counts, context, carry):
         mixed, carry = self.mixers[ATTENTION].steps(self.norm(x), counts, self._inserted(context, x.dtype), carry)
         return self._finish(x, mixed, None, None), carry
