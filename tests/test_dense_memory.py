@@ -81,7 +81,7 @@ def test_a_doubled_input_is_added_once_more():
         module = model.bind(params)
         carry = module.init_carry(1)
         segment, _ = module.read_segment(tokens, carry, starts(1, 2, (0, 0)), every_layer=True)
-        return segment, module.read_token(tokens[:, 0], module.begin_decoding(carry))[0]
+        return segment, module.read_tokens(tokens[:, :1], np.ones(1, int), module.begin_decoding(carry))[0]
 
     for (before, once), (_, twice) in zip(outputs(plain), outputs(doubled), strict=True):
         np.testing.assert_allclose(twice, before + once, rtol=1e-6)

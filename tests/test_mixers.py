@@ -164,16 +164,9 @@ def test_token_by_token_equals_segments(name):
     check_token_by_token(*make(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name in SIMILAR))
-        for name in EXAMPLES
-        if model_of(name, alone=True).config.traits.reads_at_once
-    ],
-)
+@of_each_carry
 def test_tokens_at_once_equal_them_one_by_one(name):
-    check_tokens_at_once(*make(name, alone=True))
+    check_tokens_at_once(*make(name))
 
 
 def test_a_decoder_without_a_window():

@@ -16,7 +16,6 @@ from pretrained_models import tensors
 from meliad_like.data.readers import LanesReader
 from meliad_like.families.pretrained.config import PretrainedConfig
 from meliad_like.families.pretrained.recurrence import WindowSummary
-from meliad_like.generation import reading
 from meliad_like.generation.reading import (
     NO_TOKEN,
     GenerationState,
@@ -201,6 +200,7 @@ def test_a_token_at_a_time_is_the_windows(architecture, changes):
     ("architecture", "changes"),
     [
         ("llama", {"sliding_window": 5}),
+        ("llama", {"overlap": 3}),
         ("gpt2", {"recurrence": (dataclasses.replace(SUMMARY, pooling="max", insertion_point="after_norm"),)}),
     ],
 )
@@ -209,7 +209,6 @@ def test_tokens_at_once_are_those_one_by_one(architecture, changes, monkeypatch)
     model, params = make(architecture, **changes)
     reader = TextReader(model, params, 2 * W)
     pieces = [(3, 1), (2, 0), (5, 7), (1, 4), (0, W), (2 * W, 3)]
-    assert reader._at_once(np.array([2, 0]))[1] == W
 
     def read():
         nothing = np.zeros(2, int)
@@ -218,31 +217,43 @@ def test_tokens_at_once_are_those_one_by_one(architecture, changes, monkeypatch)
         place, by_piece = np.array([0, 20]), []
         for lengths in pieces:
             texts = [TOKENS[at : at + length] for at, length in zip(place, lengths)]
-            results, state, rest = reader.look(state, texts, RequestedResults(True, True, (0, 2)), finish=True)
+            results, state = reader.look(state, texts, RequestedResults(True, True, (0, 2)))
             place += lengths
-            assert not any(map(len, rest))
             by_piece.append(results)
         logits, _ = ways.decode_token(model, params, state.token, state.carry)
         return by_piece, logits, state.carry.position
 
     at_once = read()
-    monkeypatch.setattr(reading, "TOKENS_PER_STEP", 0)
-    assert reader._at_once(np.array([2, 5]))[1] == 0
+    monkeypatch.setattr(reader, "_next", lambda num_read, remaining: (np.minimum(remaining, 1), 1, False))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), at_once, read())
 
 
-def test_few_tokens_do_not_take_a_whole_window(monkeypatch):
+@pytest.mark.parametrize(
+    ("read", "remaining", "counts", "size", "are_blocks"),
+    [
+        # Few tokens do not take a whole window.
+        ([0, 0, 0, 0], [7, 101, 0, 17], [0, 101, 0, 17], 128, False),
+        ([0, 0], [7, 16], [7, 16], 16, False),
+        ([0, 0], [7, 300], [0, 300], 512, False),
+        # Blocks that have begun are ended first.
+        ([0, 500], [2000, 40], [0, 12], 16, False),
+        ([0, 512], [2000, 40], [1024, 0], 1024, True),
+        ([0, 0], [600, 512], [512, 512], 512, True),
+    ],
+)
+def test_how_texts_are_cut(read, remaining, counts, size, are_blocks):
     model, params = make("llama", max_positions=512, window_length=512)
-    reader = TextReader(model, params, 512)
-    counts, number = reader._at_once(np.array([7, 101, 0, 8]))
-    assert (counts.tolist(), number) == ([0, 101, 0, 8], 128)
-    assert reader._at_once(np.array([7, 300]))[1] == reader._at_once(np.array([511]))[1] == 512
-    monkeypatch.setattr(reading, "_look_at_block", None)
-    nothing = np.zeros(1, int)
-    carry = jax.jit(lambda: ways.begin(model, params, 1, decoding=True))()
-    state = GenerationState(carry, nothing.astype(np.int32) + NO_TOKEN, nothing, nothing, nothing > 0)
-    ([results], state, _) = reader.look(state, [TOKENS[:5]], RequestedResults(losses=True))
-    assert results["nats"].shape == (4,) and state.num_read.tolist() == [4]
+    reader = TextReader(model, params, 1024)
+    found = reader._next(np.array(read), np.array(remaining))
+    assert (found[0].tolist(), *found[1:]) == (counts, size, are_blocks)
+
+
+def test_how_windows_that_overlap_are_cut():
+    model, params = make("llama", max_positions=512, window_length=512, overlap=100)
+    cut = lambda *numbers: TextReader(model, params, 512)._next(*map(np.array, numbers))  # noqa: E731
+    assert cut([0, 0], [2000, 40])[0].tolist() == [512, 40]
+    assert cut([512, 0], [2000, 40])[0].tolist() == [412, 0]
+    assert cut([924 + 400, 0], [2000, 0])[0].tolist() == [12, 0]
 
 
 @pytest.mark.thorough

@@ -160,8 +160,9 @@ def decode(name, params, x, carry):
     [mixer] = bound.mixers.values()
 
     def step(carry, token):
-        y, carry = mixer.step(token, LayerContext(jnp.ones(len(token), int), {}), carry)
-        return carry, bound.output(y)
+        once = jnp.ones(len(token), int)
+        y, carry = mixer.decode(token[:, None], once, LayerContext(once, {}), carry)
+        return carry, bound.output(y[:, 0])
 
     carry, y = jax.lax.scan(step, carry, jnp.moveaxis(x, 1, 0))
     return jnp.moveaxis(y, 0, 1), carry

@@ -76,8 +76,9 @@ def decode(params, x, carry):
     bound = bind(params)
 
     def step(carry, token):
-        result, carry = bound.mixers["rg_lru"].step(token, LayerContext(carry.position, {}), carry)
-        return carry, bound.output(result)
+        context, once = LayerContext(carry.position, {}), jnp.ones_like(carry.position)
+        result, carry = bound.mixers["rg_lru"].decode(token[:, None], once, context, carry)
+        return carry, bound.output(result[:, 0])
 
     carry, y = jax.lax.scan(step, carry, jnp.moveaxis(x, 1, 0))
     return jnp.moveaxis(y, 0, 1), carry

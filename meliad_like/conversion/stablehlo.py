@@ -78,8 +78,7 @@ def export_programs(model: Model, lengths: Mapping[str, int]) -> Iterator[tuple[
         module = model.bind(jax.tree.unflatten(jax.tree.structure(params), parameters))
         state = jax.tree.unflatten(jax.tree.structure(carry), carry_leaves)
         if tokens.shape[1] == 1:
-            (*_, output), state = module.read_token(tokens[:, 0], state)
-            output = output[:, None]
+            (*_, output), state = module.read_tokens(tokens, jnp.ones_like(tokens[:, 0]), state)
         else:
             start = jnp.zeros((tokens.shape[0], tokens.shape[1] // model.config.window_length), bool)
             (*_, output), state = read_while_decoding(module, tokens, state, start)

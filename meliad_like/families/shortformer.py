@@ -26,7 +26,7 @@ from meliad_like.layers.basic import (
     uniform,
 )
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import at_lanes
+from meliad_like.layers.lanes import at_lanes, with_tokens
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds
@@ -186,25 +186,21 @@ class ShortformerLayer(Layer):
         x = self._finish(x, merge_heads(mixed), (keys[0], keys[2], keys[3]))
         return x, ShortformerCarry(seen[:, w:] if m else None, context.positions[:, 0] + w)
 
-    def step(self, x, context, carry):
-        w, m, position = self.config.window_length, self.config.cache_length, context.positions
-        offset = position % w
-        num_cached = jnp.minimum(m, position - offset)
-        inputs = self.attention_norm(x)
-        place = (num_cached + offset)[:, None]
-        key = self._key(inputs[:, None], place)[:, :, 0]
-        value = split_heads(self.value(inputs[:, None]), self.config.num_heads)[:, :, 0]
-        lanes = jnp.arange(x.shape[0])
+    def decode(self, x, counts, context, carry):
+        w, m, position = self.config.window_length, self.config.cache_length, context.positions[:, None]
+        offset, num_cached = position % w + np.arange(x.shape[1]), jnp.minimum(m, position - position % w)
+        inputs, place = self.attention_norm(x), num_cached + offset
+        value = split_heads(self.value(inputs), self.config.num_heads)
         carry = carry._replace(
-            recent=carry.recent.at[lanes, offset].set(inputs),
-            key=carry.key.at[lanes, :, m + offset].set(key),
-            value=carry.value.at[lanes, :, m + offset].set(value),
+            recent=with_tokens(carry.recent, inputs, offset, counts, axis=1),
+            key=with_tokens(carry.key, self._key(inputs, place), m + offset, counts, axis=2),
+            value=with_tokens(carry.value, value, m + offset, counts, axis=2),
         )
         slot = np.arange(-m, w)
-        visible = (slot >= -num_cached[:, None]) & (slot <= offset[:, None])
-        mixed = attend(self._query(inputs[:, None], place), carry.key, carry.value, mask=visible[:, None, None, :])
-        x = self._finish(x[:, None], merge_heads(mixed), (None,) * 3)[:, 0]
-        return at_lanes(offset == w - 1, self._end_block, x, carry)
+        visible = (slot >= -num_cached[..., None]) & (slot <= offset[..., None])
+        mixed = attend(self._query(inputs, place), carry.key, carry.value, mask=visible[:, None])
+        x = self._finish(x, merge_heads(mixed), (None,) * 3)
+        return at_lanes(context.block_ends(counts, w), self._end_block, x, carry)
 
     def begin_decoding(self, carry):
         """The carry with the keys and values of the cached inputs, which are projected once for the block."""

@@ -16,17 +16,17 @@ from meliad_like.errors import DAMAGED_NPZ, UserError, one_line, reading, refusa
 from meliad_like.layers.basic import check_tokens
 from meliad_like.layers.lanes import choose_lanes, join_lanes, take_lanes
 from meliad_like.layers.losses import token_losses
-from meliad_like.models.model import Model
+from meliad_like.models.model import Model, block_offset
 from meliad_like.remote import any_path, write_whole
 from meliad_like.resumable import check_same
 from meliad_like.training.checkpoints import named_arrays
 
 LOSS_SLICE = 256
 """The number of tokens whose logits exist at the same time, if only losses are requested."""
-TOKENS_PER_STEP = 16
-"""The number of tokens that a CPU reads at once in about the time of one that is read by itself."""
-FEWEST_AT_ONCE = 128
-"""The smallest number of tokens for which a program is compiled that reads them at once."""
+FEW_TOKENS = 16
+"""The smallest number of tokens for which a program is compiled: a CPU reads as many in about the time of one."""
+SEVERAL_TOKENS = 128
+"""The next number of tokens for which a program is compiled; larger ones are powers of two."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -75,33 +75,25 @@ class RequestedResults(NamedTuple):
 
 
 class TextReader:
-    """Reads texts with fixed parameters: whole segments, then whole blocks, then the rest token by token, or at once if
-    it has several tokens and the model can (`ModelTraits.reads_at_once`)."""
+    """Reads texts with fixed parameters: to the end of a block, whole segments, whole blocks, and the rest at once."""
 
     def __init__(self, model: Model, params: Any, segment_length: int):
         self._model, self._params = model, params
-        self._segment_length, self._window_length = segment_length, model.config.window_length
-        self._reads_at_once = model.config.traits.reads_at_once
+        self._segment_length = segment_length
+        self._window_length, self._overlap = model.config.window_length, model.config.overlap
 
     def read(self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]) -> GenerationState:
         """The states after these tokens, one array for each text of `state`."""
-        return self.look(state, texts, RequestedResults(), finish=True)[1]
+        return self.look(state, texts, RequestedResults())[1]
 
     def look(
-        self,
-        state: GenerationState,
-        texts: Sequence[Int[np.ndarray, " n"]],
-        requested: RequestedResults,
-        finish: bool = False,
-    ) -> tuple[list[dict[str, np.ndarray]], GenerationState, list[Int[np.ndarray, " n"]]]:
+        self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]], requested: RequestedResults
+    ) -> tuple[list[dict[str, np.ndarray]], GenerationState]:
         """Reads texts, and returns the requested results of their tokens.
-
-        Unless `finish`, a model without `ModelTraits.reads_at_once` reads the tokens of a last, incomplete block for
-        their results alone, and not one by one, as the state after them would require. `read` continues with them.
 
         Returns:
             For each text the results by name, [n, ...]: of the last token before the text, if there is one, and of the
-            tokens of the text but its last; the states before the tokens that are still to be read, and these tokens.
+            tokens of the text but its last; and the states after the texts.
         """
         check_tokens(np.concatenate(texts), self._model.vocabulary_size)
         # The last token before each text has not been read yet; if it is a generated end of document, it is dropped.
@@ -112,60 +104,48 @@ class TextReader:
         ]
         remaining = np.array([max(len(row) - 1, 0) for row in rows])
         place, num_read = np.zeros(len(rows), int), state.num_read.copy()
-        carry, parts_by_text, is_unread = state.carry, [[] for _ in rows], False
+        carry, parts_by_text = state.carry, [[] for _ in rows]
         while remaining.any():
-            counts, size = self._next(num_read, remaining)
-            counts, at_once = self._at_once(counts) if self._reads_at_once and not size else (counts, 0)
-            tokens, targets = _cut(rows, place, counts, size or at_once or self._window_length)
+            counts, size, are_blocks = self._next(num_read, remaining)
+            tokens, targets = _cut(rows, place, counts, size)
             common = (self._model, self._params, carry, tokens, targets)
-            start = (num_read == 0)[:, None] & (np.arange(tokens.shape[1] // self._window_length) == 0)
             lanes = None if counts.all() else counts > 0
-            if size:
+            if are_blocks:
+                start = (num_read == 0)[:, None] & (np.arange(size // self._window_length) == 0)
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
-            elif at_once:
-                carry, results = _read_at_once(*common, counts, lanes, requested=requested)
-            elif finish or self._reads_at_once or (num_read % self._window_length)[counts > 0].any():
-                even = bool((counts == counts[0]).all())
-                carry, results = _read_one_by_one(*common, counts, even=even, requested=requested)
             else:
-                results, is_unread = _look_at_block(*common, start, requested=requested), True
+                carry, results = _read_tokens(*common, counts, lanes, requested=requested)
             on_host = {name: np.asarray(result) for name, result in results.items()}
             for lane in np.flatnonzero(counts).tolist():
                 parts_by_text[lane].append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
-            remaining = remaining - counts
-            if not is_unread:
-                place, num_read = place + counts, num_read + counts
+            remaining, place, num_read = remaining - counts, place + counts, num_read + counts
         token, ended = state.token.copy(), state.ended.copy()
         for lane, text in enumerate(texts):
             if len(text):
                 token[lane], ended[lane] = rows[lane][place[lane]], False
-        rest = [row[at + 1 :] for row, at in zip(rows, place, strict=True)]
         joined = [
             {name: np.concatenate([p[name] for p in parts]) for name in parts[0]} if parts else {}
             for parts in parts_by_text
         ]
-        return joined, GenerationState(carry, token, state.key, num_read, ended), rest
+        return joined, GenerationState(carry, token, state.key, num_read, ended)
 
     def _next(
         self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
-    ) -> tuple[Int[np.ndarray, " b"], int]:
-        """The number of tokens that each text reads next, and how many are read at once, whole blocks (0: one)."""
-        offset = num_read % self._window_length
-        if (inside := (offset > 0) & (remaining > 0)).any():
-            return np.where(inside, np.minimum(remaining, self._window_length - offset), 0), 0
-        for size in (self._segment_length, self._window_length):
+    ) -> tuple[Int[np.ndarray, " b"], int, bool]:
+        """The number of tokens that each text reads next, this number with padding, and whether they are whole blocks.
+        How a text is cut depends on no other text."""
+        w = self._window_length
+        offset = block_offset(num_read, w, self._overlap)
+        inside = (offset > 0) & (remaining > 0)
+        # Windows that overlap repeat tokens, which blocks of a segment don't.
+        for size in () if inside.any() or self._overlap else (self._segment_length, w):
             if (full := remaining >= size).any():
-                return np.where(full, size, 0), size
-        return remaining, 0
-
-    def _at_once(self, counts: Int[np.ndarray, " b"]) -> tuple[Int[np.ndarray, " b"], int]:
-        """The number of these tokens that each text reads at once, all or none, and this number with padding, a power
-        of two or a whole block; if no text has enough, all of these tokens, and 0. It depends on no other text."""
-        fewest = min(FEWEST_AT_ONCE, self._window_length)
-        several = np.where(TOKENS_PER_STEP * counts >= fewest, counts, 0)
-        if not several.any():
-            return counts, 0
-        return several, min(max(power_of_two(int(several.max())), fewest), self._window_length)
+                return np.where(full, size, 0), size, True
+        counts = np.where(inside | ~inside.any(), np.minimum(remaining, w - offset), 0)
+        if (several := counts > FEW_TOKENS).any():
+            counts = np.where(several, counts, 0)
+            return counts, min(max(power_of_two(int(counts.max())), SEVERAL_TOKENS), w), False
+        return counts, min(FEW_TOKENS, w), False
 
 
 def power_of_two(n: int) -> int:
@@ -185,8 +165,9 @@ def read_while_decoding(
 
     def read(carry, token):
         token, begins = token
-        outputs, carry = module.read_token(token, carry._replace(position=jnp.where(begins, 0, carry.position)))
-        return carry, outputs if every_layer else outputs[-1:]
+        carry = carry._replace(position=jnp.where(begins, 0, carry.position))
+        outputs, carry = module.read_tokens(token[:, None], jnp.ones_like(token), carry)
+        return carry, [y[:, 0] for y in (outputs if every_layer else outputs[-1:])]
 
     carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
     return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
@@ -220,69 +201,21 @@ def _results(
 @functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
 def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, requested: RequestedResults):
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
-    results, next_carry = _look(model, params, carry, tokens, targets, start, requested)
-    return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
+    module = model.bind(params)
+    outputs, next_carry = read_while_decoding(module, tokens, carry, start, every_layer=bool(requested.layers))
+    return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
-def _read_at_once(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
+def _read_tokens(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
     """Reads the first `counts` tokens of flagged lanes (None: of all) at once: returns the carry and the results."""
     module = model.bind(params)
     outputs, next_carry = module.read_tokens(tokens, counts, carry)
-    results = _results(module, outputs, targets, requested)
-    return next_carry if lanes is None else choose_lanes(lanes, next_carry, carry), results
+    return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="requested")
-def _look_at_block(model: Model, params, carry, tokens, targets, start, *, requested: RequestedResults):
-    """The results of a block, which may have padding at its end, because no token sees what comes after it."""
-    return _look(model, params, carry, tokens, targets, start, requested)[0]
-
-
-def _look(model: Model, params, carry, tokens, targets, start, requested: RequestedResults):
-    """The results and the carry of whole blocks: tokens and targets int32[b, n], start bool[b, c]."""
-    module = model.bind(params)
-    outputs, carry = read_while_decoding(module, tokens, carry, start, every_layer=bool(requested.layers))
-    return _results(module, outputs, targets, requested), carry
-
-
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=("even", "requested"),
-    donate_argnums=2,
-    compiler_options=WITHOUT_COPIES,
-)
-def _read_one_by_one(
-    model: Model,
-    params,
-    carry,
-    tokens: Int[Array, "b w"],
-    targets: Int[Array, "b w"],
-    counts: Int[Array, " b"],
-    *,
-    even: bool,
-    requested: RequestedResults,
-):
-    """Reads the first `counts` tokens of each lane, one by one: returns the carry and the results.
-
-    `even`: all counts are the same, so that no lane has to wait for others with its carry unchanged.
-    """
-    module = model.bind(params)
-
-    def read_token(i, carry):
-        outputs, carry = module.read_token(tokens[:, i], carry)
-        return _results(module, [y[:, None] for y in outputs], targets[:, i][:, None], requested), carry
-
-    def step(i, loop):
-        carry, all_results = loop
-        results, next_carry = read_token(i, carry)
-        all_results = jax.tree.map(lambda all, one: all.at[:, i].set(one[:, 0]), all_results, results)
-        return next_carry if even else choose_lanes(i < counts, next_carry, carry), all_results
-
-    shapes = jax.eval_shape(read_token, 0, carry)[0]
-    zeros = jax.tree.map(lambda one: jnp.zeros((*tokens.shape, *one.shape[2:]), one.dtype), shapes)
-    return jax.lax.fori_loop(0, jnp.max(counts), step, (carry, zeros))
+def _chosen(lanes: Bool[Array, " b"] | None, flagged: Any, unflagged: Any) -> Any:
+    return flagged if lanes is None else choose_lanes(lanes, flagged, unflagged)
 
 
 def save_state(path: str | Path, state: GenerationState, unfinished: bytes, identity: dict[str, Any]) -> None:

@@ -72,15 +72,12 @@ class Generator(TextReader):
 
     def score(
         self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> tuple[list[Float[np.ndarray, " n"]], GenerationState, list[Int[np.ndarray, " n"]]]:
-        """Reads texts, and returns the loss of each token in nats; NaN if no token precedes it.
-
-        `read` continues the states that are returned with the texts' last tokens, which these lack.
-        """
-        results, before, rest = self.look(state, texts, RequestedResults(losses=True))
+    ) -> tuple[list[Float[np.ndarray, " n"]], GenerationState]:
+        """Reads texts: returns the loss in nats of each token (NaN: none precedes it), and the states after them."""
+        results, state = self.look(state, texts, RequestedResults(losses=True))
         nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
         missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
-        return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], before, rest
+        return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], state
 
     def write(self, state: GenerationState, num_tokens: int) -> Iterator[tuple[list[list[int]], GenerationState]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.

@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.basic import SOFTMAX, UNIT, for_all
 
@@ -90,6 +90,19 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
     # Row t, read from column w - 1 down to 0, is by_distance rotated left by t: a copy with a stride of w + 1.
     tiled = jnp.tile(by_distance, (1, w + 1)).reshape(h, w, w + 1)[:, :, :w]
     return tiled[:, :, ::-1]
+
+
+def ring_distances(position: Int[Array, " b"], n: int, size: int) -> Int[Array, "b n s"]:
+    """The number of tokens from each of the next `n` tokens of a lane back to those in a ring of `size`, in which the
+    token at position `p` of its document is in column `p % size`; and if there are several, to each other. A token sees
+    those at the distances 1 to `size`, of its document those up to its own position. `position` is that of the first.
+    """
+    token = np.arange(n)
+    ring = (position[:, None, None] - np.arange(size) - 1) % size + 1 + token[:, None]
+    if n == 1:
+        return ring
+    among = jnp.broadcast_to(token[:, None] - token, (ring.shape[0], n, n))
+    return jnp.concatenate([ring, among], axis=-1)
 
 
 def _largest(scores: Float[Array, "*batch s"]) -> Float[Array, "*batch 1"]:

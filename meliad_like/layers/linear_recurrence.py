@@ -404,13 +404,3 @@ def convolve_tokens(
     convolved = convolve(inputs, recent, filters, jnp.zeros((inputs.shape[0], 1), bool))
     every, places = jnp.concatenate([recent, inputs.astype(recent.dtype)], axis=1), np.arange(recent.shape[1])
     return convolved, jnp.take_along_axis(every, (counts[:, None] + places)[..., None], axis=1)
-
-
-def convolve_token(
-    inputs: Float[Array, "b 1 channels"],
-    recent: Float[Array, "b recent channels"],
-    filters: Float[Array, "taps channels"],
-) -> tuple[Float[Array, "b 1 channels"], Float[Array, "b recent channels"]]:
-    """`convolve_segment` for one token of the same document."""
-    window = jnp.concatenate([recent, inputs], axis=1)
-    return jnp.sum(window.astype(jnp.float32) * filters, axis=1, keepdims=True), window[:, 1:]

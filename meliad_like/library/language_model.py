@@ -1,7 +1,6 @@
 """A trained model with its parameters and its vocabulary."""
 
 import dataclasses
-import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
@@ -132,14 +131,12 @@ class LanguageModel:
 
     def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
-        (encoded, start), generator = self._encoded(texts, states), self._generator()
-        nats, *unread = generator.score(start, [text.tokens for text in encoded])
-        finish = functools.cache(lambda: generator.read(*unread))
-        scores = []
-        for lane, text in enumerate(encoded):
-            read = lambda lane=lane: State(self.opened, finish(), lane, encoded[lane].unfinished)  # noqa: E731
-            scores.append(Score(text.tokens, -nats[lane], text.num_bytes, read))
-        return scores
+        encoded, start = self._encoded(texts, states)
+        nats, batch = self._generator().score(start, [text.tokens for text in encoded])
+        return [
+            Score(text.tokens, -nats[lane], text.num_bytes, State(self.opened, batch, lane, text.unfinished))
+            for lane, text in enumerate(encoded)
+        ]
 
     def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:
         """The logits after each token of a text that begins a document or follows `state`, and hidden states.
@@ -161,7 +158,7 @@ class LanguageModel:
         tokens = [text.tokens for text in encoded]
         # Another token after each text, which is not read: only tokens that another one follows have results.
         longer = [np.append(one, 0).astype(np.int32) for one in tokens]
-        results, *_ = self._generator().look(batch, longer, requested)
+        results, _ = self._generator().look(batch, longer, requested)
         outputs = []
         for one, arrays in zip(tokens, results, strict=True):
             # Without the results of the token before the text.

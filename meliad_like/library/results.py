@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -94,12 +93,8 @@ class Score:
     Together the probabilities of all ids are 1, also of those that are never written."""
     num_bytes: int
     """The number of bytes of the text in UTF-8; if tokens were given, of what they decode to."""
-    _read: Callable[[], State] = dataclasses.field(repr=False)
-
-    @functools.cached_property
-    def state(self) -> State:
-        """The state after the text, computed when it is first used."""
-        return self._read()
+    state: State = dataclasses.field(repr=False)
+    """The state after the text."""
 
     @property
     def log_probability(self) -> float:

@@ -77,9 +77,9 @@ class LayerContext(NamedTuple):
     """The positions of the tokens that a layer reads, and the values that other layers publish for them."""
 
     positions: Int[Array, "b c"] | Int[Array, " b"]
-    """The number of tokens of the document before each block of the whole segment; while decoding, before the token. Do
-    not use it as the length of a memory, because interventions move memories between positions: keep a counter in the
-    carry, and call `count`."""
+    """The number of tokens of the document before each block of the whole segment; while decoding, before the first
+    token. Do not use it as the length of a memory, because interventions move memories between positions: keep a
+    counter in the carry, and call `count`."""
     published: dict[str, Any]
     """The values that mixers publish before each block (`MixerConfig.reads`), by the name of the mixer. Arrays have the
     axes `b` and `c` first; while decoding `b`."""
@@ -88,6 +88,10 @@ class LayerContext(NamedTuple):
     def start(self) -> Bool[Array, "b c"]:
         """The blocks of this device with which a document begins."""
         return own_blocks(self.positions) == 0
+
+    def block_ends(self, counts: Int[Array, " b"], window_length: int) -> Bool[Array, " b"]:
+        """The lanes whose block ends with the last of `counts` tokens that are decoded."""
+        return (counts > 0) & ((self.positions + counts) % window_length == 0)
 
     def count(self, read: Int[Array, " b"], window_length: int) -> tuple[Int[Array, "b c"], Int[Array, " b"]]:
         """The number of tokens of the document before each block of this device, and after the segment. `read` is the
@@ -131,20 +135,15 @@ class Mixer(nnx.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Float[Array, "b d"], context: LayerContext, carry: Carry) -> tuple[Float[Array, "b i"], Carry]:
-        """The results for one token of every lane, and the carry after it, in its form for decoding. The cost does not
-        depend on the length of the document. Documents begin with a fresh carry, so nothing has to be reset. Where the
-        carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`). By default `steps`
-        reads it."""
-        y, carry = self.steps(x[:, None], jnp.ones_like(context.positions), context, carry)
-        return y[:, 0], carry
-
-    def steps(
+    def decode(
         self, x: Float[Array, "b n d"], counts: Int[Array, " b"], context: LayerContext, carry: Carry
     ) -> tuple[Float[Array, "b n i"], Carry]:
-        """The results for the next tokens of each lane's block, as `step` for one after the other, and the carry after
-        the first `counts` of them; results after these have no meaning, and may be NaN. A mixer that can read them at
-        once says so (`Traits.reads_at_once`)."""
+        """The results for the next tokens of each lane's block, and the carry after the first `counts` of them, in its
+        form for decoding; results after these have no meaning, and may be NaN. To write, `n` and `counts` are 1.
+
+        The cost does not depend on the length of the document. Documents begin with a fresh carry, so nothing has to be
+        reset. Where the carry changes once per block, it does so with a block's last token (`layers.lanes.at_lanes`).
+        """
         raise NotImplementedError
 
     def begin_decoding(self, carry: Carry) -> Carry:
@@ -167,8 +166,6 @@ class Traits(NamedTuple):
     states: tuple[str, ...] = ()
     """The fields of the carry that are states, which pass from block to block. With `DecoderConfig.clear_states` every
     segment begins with an empty carry, except for the window."""
-    reads_at_once: bool = False
-    """Whether the mixer has `steps`."""
     output_bias: bool = False
     """Whether the output projection of its layers has a bias."""
 

@@ -15,8 +15,9 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
+from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads, ring_distances
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import only_first
 from meliad_like.layers.memory_search import PIECE, Memory, remember
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.mixers.sliding_window import TokenHeads, tokens_of
@@ -104,12 +105,21 @@ class DenseAttention(Mixer):
         (_, total, mixed), _ = jax.lax.scan(add, state, jnp.arange(-(-count // size)))
         return average(mixed, total, query.dtype)
 
-    def step(self, x, context, carry):
-        m, position, (key, value, query) = self.config.num_slots, carry.position, self.heads.of(x[:, None])
-        filled = (jnp.arange(m) < position[:, None]) | (not self.shape.mask_empty_cache)
-        result = attend(query, *carry.memory, mask=filled[:, None, None])
-        memory = remember(carry.memory, key, value, position[:, None], jnp.ones_like(position, bool)[:, None])
-        return merge_heads(result)[:, 0], DenseCarry(memory, position + 1)
+    def decode(self, x, counts, context, carry):
+        m, n, (key, value, query) = self.config.num_slots, x.shape[1], self.heads.of(x)
+        number = np.arange(n)
+        position, distance = carry.position[:, None] + number, ring_distances(carry.position, n, m)
+        seen = (0 < distance) & (distance <= m)
+        if self.shape.mask_empty_cache:
+            seen &= distance <= position[..., None]
+        keys, values = carry.memory
+        if n > 1:
+            keys, values = (keys, key), (values, only_first(value, counts))
+        result = merge_heads(attend(query, keys, values, mask=seen[:, None]))
+        # Of two writes to a slot either may be the last.
+        kept = (counts[:, None] - m <= number) & (number < counts[:, None])
+        memory = remember(carry.memory, key, value, position, kept)
+        return result, DenseCarry(memory, carry.position + counts)
 
 
 @MIXERS.register("dense_memory")

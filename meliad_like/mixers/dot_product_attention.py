@@ -25,6 +25,7 @@ from meliad_like.kernels.registry import kernel_of_span
 from meliad_like.layers.attention import attend, merge_heads, split_heads
 from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import with_tokens
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
 from meliad_like.layers.sharding import from_all, own_blocks
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, projection_flops
@@ -48,18 +49,12 @@ class AttentionCache(NamedTuple):
         self,
         key: Float[Array, "b g n k"],
         value: Float[Array, "b g n k"],
-        slot: Int[Array, "b n"],
+        places: Int[Array, "b n"],
         counts: Int[Array, " b"],
     ) -> "AttentionCache":
         """The cache with the first `counts` tokens of each lane in these places of the ring."""
-        lanes, is_read = jnp.arange(slot.shape[0])[:, None], np.arange(slot.shape[1]) < counts[:, None]
-        # There is no place behind the ring: what would be written there is dropped.
-        places = lanes, slice(None), jnp.where(is_read, slot, self.key.shape[2])
-        keys, values = (
-            cached.at[places].set(jnp.moveaxis(new, 1, 2).astype(cached.dtype), mode="drop")
-            for cached, new in ((self.key, key), (self.value, value))
-        )
-        return AttentionCache(keys, values, self.position + counts)
+        both = (self.key, key), (self.value, value)
+        return AttentionCache(*(with_tokens(*pair, places, counts, axis=2) for pair in both), self.position + counts)
 
 
 class SpanAttention(Mixer):
@@ -178,7 +173,7 @@ class SpanAttention(Mixer):
         seen = within & (distance <= offset + position[:, None, None])
         return jnp.tile(seen[:, None], (1, 1, self.shape.num_heads // self.key_heads, 1))
 
-    def steps(self, x, counts, context, carry):
+    def decode(self, x, counts, context, carry):
         w, ring, g, n = self.w, self.ring, self.key_heads, x.shape[1]
         query, key, value, gate = self._project(x)
         block = carry.position // w
@@ -303,7 +298,6 @@ class SpanAttentionConfig(MixerConfig):
             attends_to=lambda position: np.minimum(position, self.span - 1),
             limited_by=f"{type(self).__name__}.span",
             output_bias=self.output_bias,
-            reads_at_once=True,
         )
 
 

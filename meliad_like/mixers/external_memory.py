@@ -83,12 +83,12 @@ class MemoryAttention(Mixer):
         read, memory = results
         return tokens_of(self._mix(window, read)), MemoryCarry(cache, memory, position)
 
-    def step(self, x, context, carry):
-        window, inputs, cache = self.window.attend_token(x, carry.window)
+    def decode(self, x, counts, context, carry):
+        window, inputs, cache = self.window.attend_tokens(x, counts, carry.window)
         hits = self.lookup.find(inputs.query, carry.memory, carry.position)
-        mixed = self._mix(window, self.lookup.attend(hits, carry.memory.value))
-        ends = (context.positions + 1) % self.shape.window_length == 0
-        return at_lanes(ends, self._end_block, merge_heads(mixed)[:, 0], carry._replace(window=cache))
+        mixed = merge_heads(self._mix(window, self.lookup.attend(hits, carry.memory.value)))
+        ends = context.block_ends(counts, self.shape.window_length)
+        return at_lanes(ends, self._end_block, mixed, carry._replace(window=cache))
 
     def _end_block(self, carry: MemoryCarry) -> MemoryCarry:
         block = Memory(carry.window.key, carry.window.value)

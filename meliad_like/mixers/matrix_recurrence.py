@@ -21,10 +21,10 @@ from meliad_like.errors import UserError
 from meliad_like.kernels.registry import CONVOLUTIONS, RECURRENCES, kernel_of
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.flops import Flops
+from meliad_like.layers.lanes import only_first
 from meliad_like.layers.linear_recurrence import (
     Rule,
     convolve_segment,
-    convolve_token,
     convolve_tokens,
     flops_of_rule,
     read_chunks,
@@ -117,21 +117,15 @@ class MatrixRecurrence(Mixer):
             convolve = partial(_side_by_side, convolve)
         return self._read(x, num_parts() * x.shape[1], carry, convolve, read)
 
-    def step(self, x, context, carry):
-        def read(rule, matrix):
-            matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
-            return matrix, self._normed_by_head(y[:, :, None])
-
-        y, carry = self._read(x[:, None], 1, carry, partial(_side_by_side, convolve_token), read)
-        return y[:, 0], carry
-
-    def steps(self, x, counts, context, carry):
+    def decode(self, x, counts, context, carry):
         b, n = x.shape[:2]
-        is_read = (np.arange(n) < counts[:, None])[:, None, :, None]
 
         def read(rule, matrix):
             # Tokens after `counts` neither decay the states nor write to them.
-            rule = jax.tree.map(lambda y: jnp.where(is_read, y, 0), rule.without_step())
+            rule = jax.tree.map(lambda y: only_first(y, counts), rule.without_step())
+            if n == 1:
+                matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
+                return matrix, self._normed_by_head(y[:, :, None])
             chunk = math.gcd(n, self.config.chunk_length)
             matrix, y = read_chunks(rule, matrix, jnp.zeros((b, 1), bool), chunk)
             return matrix, self._normed_by_head(y)
@@ -207,7 +201,7 @@ class MatrixConfig(MixerConfig):
         return Flops.of_products(projection_flops(self, shape) + of_rule)
 
     def traits(self, shape):
-        return Traits(states=("matrix",), reads_at_once=True)
+        return Traits(states=("matrix",))
 
 
 @dataclasses.dataclass(frozen=True)

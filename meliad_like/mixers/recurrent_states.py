@@ -297,11 +297,10 @@ class StateRecurrence(Mixer):
         window = self.window.begin_decoding(carry.window)
         return StatesCarry(window, carry.states, self.cell.heads(carry.states), previous)
 
-    def step(self, x, context, carry):
-        window, _, cache = self.window.attend_token(x, carry.window)
-        read = self.reader(x[:, None], carry.heads.keys)
-        ends = (context.positions + 1) % self.shape.window_length == 0
-        return at_lanes(ends, self._end_block, merge_heads(window, read)[:, 0], carry._replace(window=cache))
+    def decode(self, x, counts, context, carry):
+        window, _, cache = self.window.attend_tokens(x, counts, carry.window)
+        mixed, carry = merge_heads(window, self.reader(x, carry.heads.keys)), carry._replace(window=cache)
+        return at_lanes(context.block_ends(counts, self.shape.window_length), self._end_block, mixed, carry)
 
     def _end_block(self, carry: StatesCarry) -> StatesCarry:
         block = KeysAndValues(carry.window.key, carry.window.value)
@@ -380,8 +379,8 @@ class FeedbackReader(Mixer):
     def __call__(self, x, context, carry, dropout_key):
         return tokens_of(self.reader(x, context.published["recurrent_states"])), carry
 
-    def step(self, x, context, carry):
-        return merge_heads(self.reader(x[:, None], context.published["recurrent_states"]))[:, 0], carry
+    def decode(self, x, counts, context, carry):
+        return merge_heads(self.reader(x, context.published["recurrent_states"])), carry
 
 
 @MIXERS.register("state_reader")

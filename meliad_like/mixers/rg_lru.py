@@ -26,7 +26,6 @@ from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.linear_recurrence import (
     convolve_segment,
-    convolve_token,
     convolve_tokens,
     scan_channels,
 )
@@ -102,15 +101,7 @@ class RecurrentBlock(Mixer):
         state, states = scan(*self._coefficients(u, first), carry.state)
         return self._output(states, x), RGLRUCarry(state, recent, position)
 
-    def step(self, x, context, carry):
-        x = x[:, None]
-        convolved, recent = convolve_token(self.input(x), carry.recent, self.filters[...])
-        u = convolved + self.filter_bias[...]
-        decay, added = self._coefficients(u, carry.position[:, None] == 0)
-        states = decay * carry.state[:, None] + added
-        return self._output(states, x)[:, 0], RGLRUCarry(states[:, 0], recent, carry.position + 1)
-
-    def steps(self, x, counts, context, carry):
+    def decode(self, x, counts, context, carry):
         convolved, recent = convolve_tokens(self.input(x), carry.recent, self.filters[...], counts)
         token = np.arange(x.shape[1])
         first, is_read = carry.position[:, None] + token == 0, (token < counts[:, None])[..., None]
@@ -187,4 +178,4 @@ class RGLRU(MixerConfig):
         return Flops.of_products(projection_flops(self, shape))
 
     def traits(self, shape):
-        return Traits(states=("state",), reads_at_once=True, output_bias=True)
+        return Traits(states=("state",), output_bias=True)

@@ -1,5 +1,6 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -7,17 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.kernels.registry import KERNELS
 from meliad_like.kernels.states_tpu import ProjectedKeys
 from meliad_like.kernels.window_tpu import Projected
-from meliad_like.layers.attention import KeysAndValues, attend, attend_window, merge_heads, scaled, split_heads, unit
+from meliad_like.layers.attention import (
+    KeysAndValues,
+    attend,
+    attend_window,
+    merge_heads,
+    ring_distances,
+    scaled,
+    split_heads,
+    unit,
+)
 from meliad_like.layers.backend import platform
 from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import at_lanes
+from meliad_like.layers.lanes import at_lanes, only_first, with_tokens
 from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer, MixerConfig, Traits
 from meliad_like.mixers.positions import Position, PositionConfig
@@ -58,17 +68,16 @@ class WindowInputs(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """The query of one token of every lane, and the keys and values of the ring of tokens before it."""
+    """The queries of the next tokens of every lane, the keys and values of the ring of tokens before the first of them,
+    and if there are several, their own."""
 
-    query: Float[Array, "b h 1 k"]
+    query: Float[Array, "b h n k"]
     """Queries of unit length times the attention scale, without positions."""
-    placed_query: Float[Array, "b h 1 k"]
-    placed_key: Float[Array, "b h w k"]
-    value: Float[Array, "b h w k"]
-    bias: Float[Array, "b h w"]
-    """The bias by column of the ring."""
-    seen: Bool[Array, "b w"]
-    """The visible columns: tokens of the document, or zeros of an empty cache that are not masked."""
+    placed_query: Float[Array, "b h n k"]
+    placed_keys: tuple[Float[Array, "b h _ k"], ...]
+    values: tuple[Float[Array, "b h _ k"], ...]
+    distance: Int[Array, "b n s"]
+    """The distances (`ring_distances`) to all these keys."""
 
 
 class TokenHeads(nnx.Module):
@@ -175,33 +184,31 @@ class TokenHeads(nnx.Module):
             return cache
         return cache._replace(placed_key=self.position.placed(cache.key, np.arange(self.w)))
 
-    def token(self, y: Float[Array, "b d"], cache: TokenCache) -> tuple[TokenInputs, TokenCache]:
-        """The heads of one token of every lane, and the cache with it."""
-        y = y[:, None]
-        key, value, query = self._split(self.key(y), self.value(y), self.query(y))
-        offset, lanes = cache.position % self.w, jnp.arange(y.shape[0])
-        place, placed = (self.w + offset)[:, None, None], cache.placed_key
-        if placed is not None:
-            placed = placed.at[lanes, :, offset].set(self.position.placed(key, place)[:, :, 0])
-        # The distance of the token in ring column s is (offset - s - 1) % w + 1.
-        column = (offset[:, None] - jnp.arange(self.w) - 1) % self.w
-        seen = (jnp.arange(self.w) < offset[:, None]) | (cache.position >= self.w)[:, None]
+    def tokens(
+        self, y: Float[Array, "b n d"], counts: Int[Array, " b"], cache: TokenCache
+    ) -> tuple[TokenInputs, TokenCache]:
+        """The heads of the next tokens of each lane's block, and the cache with the first `counts` of them."""
+        n, (key, value, query) = y.shape[1], self._split(self.key(y), self.value(y), self.query(y))
+        offset = (cache.position % self.w)[:, None] + np.arange(n)
+        place, write = (self.w + offset)[:, None], functools.partial(with_tokens, places=offset, counts=counts, axis=2)
+        placed_key = self.position.placed(key, place)
+        # A token doesn't see itself, so the keys that these replace, w tokens before each, are still there.
+        keys, values = (cache.key if cache.placed_key is None else cache.placed_key,), (cache.value,)
+        if n > 1:
+            keys, values = (*keys, placed_key), (*values, only_first(value, counts))
         inputs = TokenInputs(
             query=scaled(query, self.attention_scale),
             placed_query=self.placed_query(query, place),
-            # A token doesn't see itself, so the key that it replaces, w tokens before, is still there.
-            placed_key=cache.key if cache.placed_key is None else cache.placed_key,
-            value=cache.value,
-            bias=jnp.moveaxis(jnp.take(self.bias(self.w), column, axis=1, mode="clip"), 0, 1),
-            seen=seen | (not self.mask_empty_cache),
+            placed_keys=keys,
+            values=values,
+            distance=ring_distances(cache.position, n, self.w),
         )
-        cache = TokenCache(
-            key=cache.key.at[lanes, :, offset].set(key[:, :, 0]),
-            value=cache.value.at[lanes, :, offset].set(value[:, :, 0]),
-            position=cache.position + 1,
-            placed_key=placed,
-        )
-        return inputs, cache
+        placed = None if cache.placed_key is None else write(cache.placed_key, placed_key)
+        return inputs, TokenCache(write(cache.key, key), write(cache.value, value), cache.position + counts, placed)
+
+    def bias_at(self, distance: Int[Array, "b n s"], longest: int) -> Float[Array, "b h n s"]:
+        """The `bias` at these distances, of which some are in 1 to `longest`; elsewhere it has no meaning."""
+        return jnp.moveaxis(jnp.take(self.bias(longest), distance - 1, axis=1, mode="clip"), 0, 1)
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
@@ -216,7 +223,7 @@ def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w
 class WindowAttention(Mixer):
     """Attention of a layer's tokens to the window.
 
-    Memories that share its keys and values hold one, and call `attend` and `attend_token`.
+    Memories that share its keys and values hold one, and call `attend` and `attend_tokens`.
     """
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs, with_positions: bool = True):
@@ -230,11 +237,11 @@ class WindowAttention(Mixer):
         mixed, _, carry = self.attend(x, context, carry, dropout_key)
         return tokens_of(mixed), carry
 
-    def step(self, x, context, carry):
-        mixed, _, carry = self.attend_token(x, carry)
-        mixed = merge_heads(mixed)[:, 0]
+    def decode(self, x, counts, context, carry):
+        mixed, _, carry = self.attend_tokens(x, counts, carry)
+        mixed = merge_heads(mixed)
         if self.heads.position.changes_keys:
-            ends = (context.positions + 1) % self.shape.window_length == 0
+            ends = context.block_ends(counts, self.shape.window_length)
             return at_lanes(ends, self.begin_decoding, mixed, carry)
         return mixed, carry
 
@@ -275,13 +282,18 @@ class WindowAttention(Mixer):
         )
         return rearrange(mixed, "b (c w) (h k) -> b c h w k", h=shape.num_heads, w=w)
 
-    def attend_token(
-        self, x: Float[Array, "b d"], cache: TokenCache
-    ) -> tuple[Float[Array, "b h 1 k"], TokenInputs, TokenCache]:
-        """The same as `attend` for one token of every lane."""
-        inputs, cache = self.heads.token(x, cache)
-        seen = inputs.seen[:, None, None]
-        mixed = attend(inputs.placed_query, inputs.placed_key, inputs.value, inputs.bias[:, :, None], seen)
+    def attend_tokens(
+        self, x: Float[Array, "b n d"], counts: Int[Array, " b"], cache: TokenCache
+    ) -> tuple[Float[Array, "b h n k"], TokenInputs, TokenCache]:
+        """The same as `attend` for the next tokens of each lane's block (`Mixer.decode`)."""
+        position, w = cache.position[:, None] + np.arange(x.shape[1]), self.shape.window_length
+        inputs, cache = self.heads.tokens(x, counts, cache)
+        distance = inputs.distance
+        seen = (0 < distance) & (distance <= w)
+        if self.shape.mask_empty_cache:
+            seen &= distance <= position[..., None]
+        bias = self.heads.bias_at(distance, w)
+        mixed = attend(inputs.placed_query, inputs.placed_keys, inputs.values, bias, seen[:, None])
         return mixed, inputs, cache
 
     @staticmethod

@@ -39,8 +39,6 @@ class ModelTraits(NamedTuple):
     """The reason why a segment can't be sharded over devices (`MeshConfig.sequence`); None: it can."""
     needs_segments: str | None = None
     """The setting by which the carry depends on where segments end, so that the model can't write text; or None."""
-    reads_at_once: bool = False
-    """Whether the module can read several tokens at once while decoding (`read_tokens`)."""
     memory: str | None = None
     """The name of the memory in a carry, in a family whose layers have one memory; None: none. The carries of a
     decoder's layers have the memories of mixers instead (`studies/interventions.py`)."""

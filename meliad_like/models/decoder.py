@@ -211,7 +211,6 @@ class DecoderConfig(StackConfig):
             limited_by=farthest.limited_by,
             sequential_because=next((each.sequential_because for each in traits if each.sequential_because), None),
             needs_segments=next((each.needs_segments for each in traits if each.needs_segments), self.clears_states),
-            reads_at_once=all(each.reads_at_once for each in traits),
             states=tuple(dict.fromkeys(name for each in traits for name in each.states)),
         )
 
@@ -295,11 +294,8 @@ class DecoderLayer(Layer):
     def __call__(self, x, context, carry, dropout_key=None):
         return self._read(x, carry, dropout_key, lambda mixer, x, carry, key: mixer(x, context, carry, key))
 
-    def step(self, x, context, carry):
-        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.step(x, context, carry))
-
-    def steps(self, x, counts, context, carry):
-        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.steps(x, counts, context, carry))
+    def decode(self, x, counts, context, carry):
+        return self._read(x, carry, None, lambda mixer, x, carry, key: mixer.decode(x, counts, context, carry))
 
     def _read(self, x, carry, dropout_key, read):
         """The layer's output, and the carry; `read(mixer, x, carry, key)` returns a mixer's results and carry."""

@@ -389,32 +389,22 @@ class BaseDecoder(nnx.Module):
     def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before. Lanes may
         be at different positions. Returns the logits of the next token."""
-        (*_, x), carry = self.read_token(token, carry)
-        return self.logits(self.finish(x, None)), carry
-
-    def read_token(self, token: Int[Array, " b"], carry: Any) -> tuple[list[Float[Array, "b d"]], Any]:
-        """Reads one token per lane: returns its embedding and each layer's output, and the carry."""
-        offset = block_offset(carry.position, self.config.window_length, self.config.overlap)
-        read = lambda layer, x, context, carry: layer.step(x, context, carry)  # noqa: E731
-        return self._decode(self.embed(token, offset, None), 1, carry, read)
+        (*_, x), carry = self.read_tokens(token[:, None], jnp.ones_like(token), carry)
+        return self.logits(self.finish(x[:, 0], None)), carry
 
     def read_tokens(
         self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
-        """Reads the first `counts` tokens of each lane at once, as `read_token` one after the other, in a family with
-        `ModelTraits.reads_at_once`. They are all in the lane's current block."""
+        """Reads the first `counts` tokens of each lane, which are all in the lane's current block: returns the
+        embedding and each layer's output, and the carry, in its form for decoding."""
         offset = block_offset(carry.position, self.config.window_length, self.config.overlap)
         offset = offset[:, None] + np.arange(tokens.shape[1])
-        read = lambda layer, x, context, carry: layer.steps(x, counts, context, carry)  # noqa: E731
-        return self._decode(self.embed(tokens, offset, None), counts, carry, read)
-
-    def _decode(self, x: Array, counts: Any, carry: Any, read: Callable) -> tuple[list[Array], Any]:
-        """`x` and each layer's output, and the carry after `counts` tokens; `read` calls a layer."""
+        x = self.embed(tokens.reshape(-1), offset.reshape(-1), None).reshape(*tokens.shape, -1)
         context = LayerContext(carry.position, self.published(carry, jnp.zeros_like(carry.position, bool)))
         outputs, layers = [x], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):
-                x, one = read(layer, x, context, one)
+                x, one = layer.decode(x, counts, context, one)
             outputs.append(x)
             layers.append(one)
         return outputs, carry._replace(position=carry.position + counts, layers=layers)

@@ -30,7 +30,7 @@ from meliad_like.layers.basic import (
     split_key,
     tiled_dropout,
 )
-from meliad_like.layers.lanes import at_lanes
+from meliad_like.layers.lanes import at_lanes, only_first
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer, ResidualFeedForward, Stack
@@ -93,10 +93,14 @@ class SequenceMix(nnx.Module):
         kernel = self.kernel[: self.w].astype(x.dtype)
         return jnp.einsum("so,bsd->bod", kernel, x, preferred_element_type=jnp.float32)
 
-    def of_token(self, x: Float[Array, "b d"], offset: Int[Array, " b"]) -> Float[Array, "b out d"]:
-        """The part of the result that comes from one token, at this offset in the window of each lane."""
+    def of_some(
+        self, x: Float[Array, "b n d"], offset: Int[Array, "b n"], counts: Int[Array, " b"]
+    ) -> Float[Array, "b out d"]:
+        """The part of the result that comes from the first `counts` of these tokens, at these offsets in the window."""
         x = x if self.token_norm is None else self.token_norm(x)
-        return self.kernel[...][offset][:, :, None] * x[:, None].astype(jnp.float32)
+        x = only_first(x[:, None].astype(jnp.float32), counts)[:, 0]
+        kernel = jnp.take(self.kernel[...], offset, axis=0, mode="clip")
+        return jnp.einsum("bno,bnd->bod", kernel, x, precision="highest")
 
     def add_summaries(self, mixed: Float[Array, "b out d"], x: Float[Array, "b u d"]) -> Float[Array, "b out d"]:
         """The whole result, from the part of the tokens and the summary tokens."""
@@ -329,22 +333,23 @@ class MelodiLayer(Layer):
         shown = self._filled(age) | (not self.shape.mask_empty_cache)
         return self._mix_long(result, query, (*carry.long_heads, shown), None)
 
-    def step(self, x, context, carry):
+    def decode(self, x, counts, context, carry):
         r, w, heads = self.config.short_length, self.shape.window_length, self.heads
         position = carry.window.position
-        offset, age = position % w, position // w
-        inputs, window = heads.token(self.norm(x), carry.window)
-        distance = r + offset[:, None] - np.arange(r + w)
-        bias = jnp.moveaxis(jnp.take(heads.bias(r + w), distance - 1, axis=1, mode="clip"), 0, 1)
+        offset, age = (position % w)[:, None] + np.arange(x.shape[1]), position // w
+        inputs, window = heads.tokens(self.norm(x), counts, carry.window)
+        # Of the ring, a token sees what belongs to its window.
+        distance = jnp.where(inputs.distance <= offset[..., None], inputs.distance, 0)
+        distance = jnp.concatenate([r + offset[..., None] - np.arange(r), distance], axis=-1)
         result = attend(
             inputs.placed_query,
-            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), inputs.placed_key),
-            (carry.short_heads[1], inputs.value),
-            bias[:, :, None],
-            ((distance > 0) & self._shown(age, r + w))[:, None, None],
+            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), *inputs.placed_keys),
+            (carry.short_heads[1], *inputs.values),
+            heads.bias_at(distance, r + w),
+            ((distance > 0) & self._shown(age, distance.shape[-1])[:, None])[:, None],
         )
-        x = self._finish(x[:, None], self._mix_stored(result, inputs.query, carry, age), None)[:, 0]
-        mixed = {name: carry.mixed[name] + mix.of_token(x, offset) for name, mix in self._mixes.items()}
+        x = self._finish(x, self._mix_stored(result, inputs.query, carry, age), None)
+        mixed = {name: carry.mixed[name] + mix.of_some(x, offset, counts) for name, mix in self._mixes.items()}
         return x, carry._replace(window=window, mixed=mixed)
 
     def end_window(
@@ -387,7 +392,7 @@ class Melodi(Stack):
         return jnp.tile(self.summary_embedding[...], (*batch, 1, 1)).astype(self.dtype)
 
     def embed(self, tokens, position, dropout_key):
-        """The embedding vectors of a token, or of the windows of a segment with their summary tokens."""
+        """The embedding vectors of tokens, [m], or of the windows of a segment, [b, n], with their summary tokens."""
         x = super().embed(tokens, position, dropout_key)
         if tokens.ndim == 1:
             return x
@@ -405,11 +410,11 @@ class Melodi(Stack):
         outputs, carry = super().read_segment(tokens, *arguments, **options)
         return list(map(of_tokens, outputs)), carry
 
-    def read_token(self, token, carry):
-        """Reads one token per lane, as `BaseDecoder.read_token`. Behind a window's last token, its summary tokens pass
-        the layers from the first to the last."""
-        outputs, carry = super().read_token(token, carry)
-        ends = carry.position % self.config.window_length == 0
+    def read_tokens(self, tokens, counts, carry):
+        """Reads tokens as `BaseDecoder.read_tokens`. Behind a window's last token, its summary tokens pass the layers
+        from the first to the last."""
+        outputs, carry = super().read_tokens(tokens, counts, carry)
+        ends = (counts > 0) & (carry.position % self.config.window_length == 0)
         outputs, layers = at_lanes(ends, self._end_window, outputs, carry.layers)
         return outputs, carry._replace(layers=layers)
 

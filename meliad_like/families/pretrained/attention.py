@@ -36,7 +36,7 @@ class WindowAttention(SpanAttention):
         mixed = self._attend(query, key, value, offset, context, context.positions.reshape(-1) > 0, dropout_key)
         return rearrange(self._output(mixed, gate), "(b c) w i -> b (c w) i", c=c), carry
 
-    def steps(self, x, counts, context, carry):
+    def decode(self, x, counts, context, carry):
         position = context.positions
         offset = block_offset(position, self.w, self.config.overlap)[:, None] + np.arange(x.shape[1])
         query, key, value, gate = self._heads(x, offset)

@@ -134,7 +134,6 @@ class PretrainedConfig(ModelConfig):
     def traits(self) -> ModelTraits:
         return ModelTraits(
             self._num_visible,
-            reads_at_once=not self.overlap,
             memory=RECURRENCES.name_of(self.summary) if self.summary else None,
             rate_factor=self._rate_factor,
             flops_by_the_paper=self._flops_by_the_paper(),

@@ -79,8 +79,8 @@ class Block(Layer):
         mixed, carry = self.mixers[ATTENTION](self.norm(x), self._inserted(context, x.dtype), carry, keys[0])
         return self._finish(x, mixed, *keys[1:]), carry
 
-    def steps(self, x, counts, context, carry):
-        mixed, carry = self.mixers[ATTENTION].steps(self.norm(x), counts, self._inserted(context, x.dtype), carry)
+    def decode(self, x, counts, context, carry):
+        mixed, carry = self.mixers[ATTENTION].decode(self.norm(x), counts, self._inserted(context, x.dtype), carry)
         return self._finish(x, mixed, None, None), carry
 
     def _inserted(self, context: LayerContext, dtype: Any) -> LayerContext:
@@ -186,16 +186,12 @@ class PretrainedDecoder(BaseDecoder):
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
-    def read_token(self, token, carry):
-        """Reads one token per lane, as `BaseDecoder.read_token`.
+    def read_tokens(self, tokens, counts, carry):
+        """Reads tokens, as `BaseDecoder.read_tokens`.
 
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
         any length are written by the windows in which they are evaluated.
         """
-        outputs, carry = self.read_tokens(token[:, None], jnp.ones_like(token), carry)
-        return [y[:, 0] for y in outputs], carry
-
-    def read_tokens(self, tokens, counts, carry):
         w, lanes, token = self.config.window_length, jnp.arange(tokens.shape[0])[:, None], np.arange(tokens.shape[1])
         offset = block_offset(carry.position, w, self.config.overlap)
         outputs, carry = super().read_tokens(tokens, counts, carry)
