@@ -401,6 +401,11 @@ def convolve_tokens(
 ) -> tuple[Float[Array, "b n channels"], Float[Array, "b recent channels"]]:
     """`convolve_segment` for tokens of the same document; the inputs that are returned are the last ones of the first
     `counts` tokens of each lane."""
+    every = jnp.concatenate([recent, inputs], axis=1)
+    if inputs.shape[1] == 1:
+        # For writing: on a CPU, slices of taps and lookups take longer.
+        convolved = jnp.sum(every.astype(jnp.float32) * filters, axis=1, keepdims=True)
+        return convolved, jnp.where(counts[:, None, None] > 0, every[:, 1:].astype(recent.dtype), recent)
     convolved = convolve(inputs, recent, filters, jnp.zeros((inputs.shape[0], 1), bool))
-    every, places = jnp.concatenate([recent, inputs.astype(recent.dtype)], axis=1), np.arange(recent.shape[1])
-    return convolved, jnp.take_along_axis(every, (counts[:, None] + places)[..., None], axis=1)
+    places = (counts[:, None] + np.arange(recent.shape[1]))[..., None]
+    return convolved, jnp.take_along_axis(every, places, axis=1).astype(recent.dtype)
