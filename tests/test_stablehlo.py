@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.util
 
+import jaxtyping
 import numpy as np
 import pytest
 from decoders import with_mixer
-from families import SLIDE, STATES, C, W, language_model
+from families import FAMILIES, SLIDE, STATES, C, W, language_model
 
 from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.conversion.stablehlo import convert_to_stablehlo, export_programs
@@ -28,14 +29,23 @@ def exported(lm, tmp_path):
     return reader.Model(tmp_path / "theirs")
 
 
-def test_any_number_of_lanes_of_mixers_that_read_tokens_at_once():
-    mixers = "dot_product_attention", "gated_delta_rule", "rg_lru"
-    config = dataclasses.replace(SLIDE, num_layers=3, pattern=tuple(f"{mixer}+feedforward" for mixer in mixers))
-    assert [name for name, _ in export_programs(Model(config, 50), {"token": 1, "block": W})] == [
-        "begin",
-        "token",
-        "block",
-    ]
+@pytest.mark.parametrize("family", ["mixers", *FAMILIES])
+def test_any_number_of_lanes(family, monkeypatch):
+    # Checks of shapes know no symbols.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    mixers = "dot_product_attention", "gated_delta_rule", "rg_lru", "dense_memory", "external_memory"
+    config = dataclasses.replace(SLIDE, num_layers=5, pattern=tuple(f"{mixer}+feedforward" for mixer in mixers))
+    config = FAMILIES.get(family, config)
+    assert len(list(export_programs(Model(config, 256), {"block": W}))) == 2
+
+
+def test_an_exported_model_with_windows_that_overlap(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    lm = language_model(FAMILIES["overlapping llama"])
+    model, length = exported(lm, tmp_path), 2 * W + 2
+    first, state = model.read(model.encode(TEXTS[0][:length]))
+    second, _ = model.read(model.encode(TEXTS[0][length:]), state)
+    np.testing.assert_allclose(np.append(first, second), lm.score(TEXTS[0]).log_probabilities, atol=1e-6)
 
 
 def test_an_exported_model_reads_and_writes_as_ours(tmp_path):

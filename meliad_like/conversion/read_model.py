@@ -52,9 +52,10 @@ class Model:
         return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
 
     def read(self, tokens: np.ndarray, state: State | None = None) -> tuple[np.ndarray, State]:
-        """Reads tokens that begin documents or continue the documents of `state`: segments, blocks, then one by one.
+        """Reads tokens that begin documents or continue the documents of `state`: segments, then parts of blocks.
         Returns the log-probability of each token, [b, n], NaN for a document's first, and the state after them."""
         rows, window = np.atleast_2d(self._checked(tokens)), self.facts["window_length"]
+        new, segment = window - self.facts["overlap"], self.facts["programs"].get("segment", np.inf)
         if state is None:
             carry, num_read = self._programs["begin"](self._parameters, np.zeros(len(rows), np.int32)), 0
         else:
@@ -62,15 +63,11 @@ class Model:
             rows = np.append(token[:, None], rows, axis=1)
         results = [np.full((len(rows), int(state is None)), np.nan, np.float32)]
         while (rest := rows.shape[1] - 1) > 0:
-            lengths = self.facts["programs"] if num_read % window == 0 else {"token": 1}
-            name = next(name for name, length in lengths.items() if 0 < length <= rest)
-            if name == "token" and num_read % window == 0:
-                # An incomplete block is scored at once, because its tokens one by one are rounded otherwise.
-                at_once = self._run("block", copy.deepcopy(carry), np.pad(rows, ((0, 0), (0, window))))
-                results.append(at_once[0][:, :rest])
-            *result, _, carry = self._run(name, carry, rows)
-            results += result
-            rows, num_read = rows[:, lengths[name] :], num_read + lengths[name]
+            left = window - num_read if num_read < window else new - (num_read - window) % new
+            name, count = ("segment", segment) if left == window and rest >= segment else ("block", min(left, rest))
+            result, _, carry = self._run(name, carry, rows, count)
+            results.append(result[:, :count])
+            rows, num_read = rows[:, count:], num_read + count
         return np.concatenate(results, axis=1)[:, : np.shape(tokens)[-1]], State(carry, rows[:, -1], num_read)
 
     def generate(self, state: State, length: int, temperature: float = 0, seed: int = 0) -> tuple[np.ndarray, State]:
@@ -78,7 +75,7 @@ class Model:
         Returns the tokens, [b, n], which have no meaning after a document's end, and the state after them."""
         carry, rows, random = copy.deepcopy(state.carry), state.token[:, None], np.random.default_rng(seed)
         while rows.shape[1] <= length and not np.isin(rows[:, 1:], self.vocabulary["end_tokens"]).any(axis=1).all():
-            _, logits, carry = self._run("token", carry, rows[:, [-1, -1]])
+            _, logits, carry = self._run("token", carry, rows[:, [-1, -1]], 1)
             noise = random.gumbel(size=logits.shape) if temperature else 0
             logits = np.asarray(logits) / (temperature or 1) + noise
             logits[:, self.vocabulary["unwritable"]] = -np.inf
@@ -95,9 +92,10 @@ class Model:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary, which has {size:,} tokens")
         return tokens.astype(np.int32)
 
-    def _run(self, name: str, carry: list[jax.Array], rows: np.ndarray) -> tuple:
+    def _run(self, name: str, carry: list[jax.Array], rows: np.ndarray, count: int) -> tuple:
         n = self.facts["programs"][name]
-        return self._programs[name](self._parameters, carry, rows[:, :n], rows[:, 1 : n + 1])
+        rows, counts = np.pad(rows, ((0, 0), (0, n)))[:, : n + 1], np.full(len(rows), count, np.int32)
+        return self._programs[name](self._parameters, carry, rows[:, :n], rows[:, 1:], counts)
 
     def save(self, path: str | Path, state: State) -> None:
         carry = {leaf["name"]: np.asarray(x) for leaf, x in zip(self.facts["carry"], state.carry)}

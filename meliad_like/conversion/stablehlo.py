@@ -1,5 +1,6 @@
 """Models as programs of StableHLO, which jax runs without this package (`read_model.py`)."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from meliad_like.training.checkpoints import named_arrays
 PLATFORMS = ("cpu", "cuda", "tpu")
 CALLS = {
     "begin": "(parameters, lanes int32[b]) -> the carry of b empty documents",
-    "segment, block, token": "(parameters, carry at the beginning of a block unless n is 1, tokens int32[b, n], the "
-    "next of each int32[b, n]) -> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry)",
+    "segment, block, token": "(parameters, carry, tokens int32[b, n], the next of each int32[b, n], counts int32[b]) -> "
+    "(log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry). A segment begins with a "
+    "block, and is read whole. Of the others the first `counts` tokens are read, which must be in the current block.",
 }
 """The arguments and results of the programs; parameters and carry are lists of arrays."""
 
@@ -41,7 +43,8 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
     # `opened.model` would have the kernels of this platform.
     model, vocabulary = Model(opened.run.model, opened.vocabulary.size), opened.vocabulary
     window, segment = model.config.window_length, opened.run.data.segment_length
-    lengths = {"block": window, "token": 1} if segment == window else {"segment": segment, "block": window, "token": 1}
+    # Windows that overlap repeat tokens, which blocks of a segment don't.
+    lengths = {"block": window, "token": 1} | ({} if model.config.overlap else {"segment": segment})
     folder = new_folder(folder)
     for name, program in export_programs(model, lengths):
         write_whole(folder / f"{name}.stablehlo", program)
@@ -58,6 +61,7 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
             "unwritable": np.flatnonzero(~vocabulary.writable).tolist(),
         },
         "window_length": window,
+        "overlap": model.config.overlap,
         "programs": {"begin": 0} | lengths,
         "calls": CALLS,
         "parameters": _described(model.abstract_params),
@@ -74,23 +78,26 @@ def export_programs(model: Model, lengths: Mapping[str, int]) -> Iterator[tuple[
         module = model.bind(jax.tree.unflatten(jax.tree.structure(params), parameters))
         return jax.tree.leaves(module.begin_decoding(module.init_carry(lanes.shape[0])))
 
-    def read(parameters, carry_leaves, tokens, targets):
+    def read(parameters, carry_leaves, tokens, targets, counts, *, segment):
         module = model.bind(jax.tree.unflatten(jax.tree.structure(params), parameters))
         state = jax.tree.unflatten(jax.tree.structure(carry), carry_leaves)
-        if tokens.shape[1] == 1:
-            (*_, output), state = module.read_tokens(tokens, jnp.ones_like(tokens[:, 0]), state)
-        else:
+        if segment:
             start = jnp.zeros((tokens.shape[0], tokens.shape[1] // model.config.window_length), bool)
             (*_, output), state = read_while_decoding(module, tokens, state, start)
+        else:
+            (*_, output), state = module.read_tokens(tokens, counts, state)
         hidden = module.finish(output, None)
         nats = token_losses(module, hidden, targets, LOSS_SLICE).nats
-        return -nats, module.logits(hidden[:, -1]), jax.tree.leaves(state)
+        last = jnp.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
+        return -nats, module.logits(last), jax.tree.leaves(state)
 
     (b,) = export.symbolic_shape("b")
     leaves = [jax.ShapeDtypeStruct((b, *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(carry)]
-    calls = {"begin": (begin, jax.ShapeDtypeStruct((b,), jnp.int32))}
+    lanes = jax.ShapeDtypeStruct((b,), jnp.int32)
+    calls = {"begin": (begin, lanes)}
     for name, length in lengths.items():
-        calls[name] = read, leaves, *[jax.ShapeDtypeStruct((b, length), jnp.int32)] * 2
+        tokens = jax.ShapeDtypeStruct((b, length), jnp.int32)
+        calls[name] = functools.partial(read, segment=name == "segment"), leaves, tokens, tokens, lanes
     for name, (function, *arguments) in calls.items():
         exported = export.export(jax.jit(function), platforms=PLATFORMS)(jax.tree.leaves(params), *arguments)
         yield name, bytes(exported.serialize())

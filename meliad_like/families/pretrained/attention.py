@@ -62,8 +62,8 @@ class WindowAttention(SpanAttention):
         if (vectors := context.published[INSERTED]) is not None:
             inserted = (split_heads(projection(vectors), g) for projection in (self.key, self.value))
             key, value = (jnp.concatenate(pair, axis=2) for pair in zip(inserted, (key, value)))
-            present = jnp.broadcast_to(present[:, None, None], (len(present), t, vectors.shape[1]))
-            seen = jnp.concatenate([present, jnp.broadcast_to(seen, (len(present), *seen.shape[1:]))], axis=2)
+            present = jnp.broadcast_to(present[:, None, None], (present.shape[0], t, vectors.shape[1]))
+            seen = jnp.concatenate([present, jnp.broadcast_to(seen, (present.shape[0], *seen.shape[1:]))], axis=2)
         query = rearrange(query, "l (g j) t k -> l g (j t) k", g=g)
         multiplier = dropout_multiplier(dropout_key, self.shape.dropout_rate, (*query.shape[:-1], key.shape[2]))
         seen = jnp.tile(seen, (1, query.shape[2] // t, 1))[:, None]
