@@ -12,11 +12,13 @@ import argparse
 import dataclasses
 import json
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import safetensors.numpy
 from harness_items import Item, items
 
 from meliad_like.config import RunConfig
@@ -45,20 +47,20 @@ FULL = {"num_layers": 30, "model_width": 576, "head_size": 64, "feedforward_widt
 
 
 def write_folder(config: PretrainedConfig, folder: Path) -> Path:
-    """Writes a random model, which is the same for a config on every machine, as a folder of transformers."""
-    vocabulary = ByteVocabulary()
-    chance = np.random.default_rng(0)
-
-    def parameter(leaf: Any) -> np.ndarray:
-        # Embeddings and norms of about 1, and kernels that keep that size.
-        scale = 1 if leaf.ndim == 1 else leaf.shape[-1 if leaf.shape[0] == vocabulary.size else 0] ** -0.5
-        return (chance.normal(size=leaf.shape) * scale + (leaf.ndim == 1)).astype(np.float32)
-
-    model = Model(config, vocabulary.size)
-    params = jax.tree.map(parameter, model.abstract_params)
-    run = RunConfig(model=config, vocabulary=BytesVocabularyConfig())
-    write_checkpoint(folder / "ours", params, run, vocabulary)
+    """Writes a random model as a folder of transformers. Each tensor is drawn by its name there, so that it is the same
+    on every machine, whatever our parameters are called."""
+    vocabulary, run = ByteVocabulary(), RunConfig(model=config, vocabulary=BytesVocabularyConfig())
+    write_checkpoint(folder / "ours", Model(config, vocabulary.size).init(jax.random.key(0)), run, vocabulary)
     convert_to_huggingface(folder / "ours", folder / "theirs")
+    path = folder / "theirs" / "model.safetensors"
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        # Embeddings and norms of about 1, and matrices that keep that size.
+        drawn = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+        return (1 + drawn if len(shape) == 1 else drawn * shape[-1] ** -0.5).astype(np.float32)
+
+    tensors = {name: tensor(name, old.shape) for name, old in safetensors.numpy.load_file(path).items()}
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
     return folder / "theirs"
 
 
