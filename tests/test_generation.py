@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import with_mixer
+from families import LLAMA
 from tiny_run import environment
 
 from meliad_like.config import RunConfig
@@ -20,10 +21,12 @@ from meliad_like.conversion.parameters import write_checkpoint
 from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
+from meliad_like.generation import reading
 from meliad_like.generation.reading import load_state, save_state
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
 from meliad_like.library import LanguageModel
+from meliad_like.mixers.dot_product_attention import DotProductAttention, LocalAttention
 from meliad_like.mixers.recurrent_states import RecurrentStates
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
@@ -102,13 +105,53 @@ def test_reading_is_decoding_token_by_token(make_generator, opened, prompt, leng
     assert (reading.num_read[0], reading.token[0]) == (length - 1, last[0])
 
 
+LONG = [
+    dataclasses.replace(
+        CONFIG,
+        pattern=("dot_product_attention+feedforward", ((1,), "local_attention+feedforward")),
+        mixers=(DotProductAttention(span=256), LocalAttention(span=6)),
+    ),
+    dataclasses.replace(LLAMA, window_length=256, max_positions=256),
+    dataclasses.replace(LLAMA, window_length=256, max_positions=256, overlap=16),
+]
+
+
+@pytest.mark.parametrize("config", LONG, ids=["spans", "windows", "windows that overlap"])
+def test_attention_to_long_texts_leaves_out_what_is_empty(config, prompt, monkeypatch):
+    model = Model(config, V)
+    params = model.init(jax.random.key(1))
+
+    def results():
+        arguments = {"segment_length": 256, "vocabulary": BYTES, "sampling": SamplingConfig(temperature=0.0)}
+        generator, all_nats = Generator(model, params, **arguments), []
+        state = generator.begin(0, 1)
+        # The first text is always the longer one.
+        for first, second in ((5, 1), (30, 4), (100, 0), (140, 20)):
+            nats, state = generator.score(state, [prompt[:first], prompt[:second]])
+            all_nats += nats
+        written, _ = write(generator, generator.read(generator.begin(0), [prompt[:7]]), 150)
+        return np.concatenate(all_nats), written
+
+    assert (
+        Generator(model, params, segment_length=256, vocabulary=BYTES, sampling=SamplingConfig())._longest(
+            np.array([300])
+        )
+        is None
+    )
+    expected = results()
+    monkeypatch.setattr(reading, "SHORT_TEXT", 8)
+    found = results()
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    assert found[1] == expected[1]
+
+
 def test_no_memory_is_copied_for_a_token(make_generator, prompt):
     """A block's last token replaces the keys that tokens read. XLA copies them at every token if a read may follow."""
     generator = make_generator()
     state = generator.read(generator.begin(0), [prompt[:6]])
     write = generator._write_tokens
     program = write.func.lower(
-        *write.args, state.carry, state.token, state.key, np.array([True]), 8, **write.keywords
+        *write.args, state.carry, state.token, state.key, np.array([True]), 8, longest=None, **write.keywords
     ).compile()
     shapes = {x.shape for x in jax.tree.leaves(state.carry) if x.ndim > 2}
     (loop,) = (part for part in re.split(r"\n(?=%|ENTRY)", program.as_text()) if " conditional(" in part)

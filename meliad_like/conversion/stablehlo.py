@@ -28,8 +28,8 @@ from meliad_like.training.checkpoints import named_arrays
 PLATFORMS = ("cpu", "cuda", "tpu")
 CALLS = {
     "begin": "(parameters, lanes int32[b]) -> the carry of b empty documents",
-    "segment, block, token": "(parameters, carry, tokens int32[b, n], the next of each int32[b, n], counts int32[b]) -> "
-    "(log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry). A segment begins with a "
+    "segment, block, token": "(parameters, carry, tokens int32[b, n], the next of each int32[b, n], counts int32[b]) "
+    "-> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry). A segment begins with a "
     "block, and is read whole. Of the others the first `counts` tokens are read, which must be in the current block.",
 }
 """The arguments and results of the programs; parameters and carry are lists of arrays."""

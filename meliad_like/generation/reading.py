@@ -27,6 +27,8 @@ FEW_TOKENS = 16
 """The smallest number of tokens for which a program is compiled: a CPU reads as many in about the time of one."""
 SEVERAL_TOKENS = 128
 """The next number of tokens for which a program is compiled; larger ones are powers of two."""
+SHORT_TEXT = 512
+"""A number of tokens up to which attention to longer texts leaves out what is empty; so do its products with 4."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -114,7 +116,8 @@ class TextReader:
                 start = (num_read == 0)[:, None] & (np.arange(size // self._window_length) == 0)
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
             else:
-                carry, results = _read_tokens(*common, counts, lanes, requested=requested)
+                longest = self._longest((num_read + counts)[counts > 0])
+                carry, results = _read_tokens(*common, counts, lanes, requested=requested, longest=longest)
             on_host = {name: np.asarray(result) for name, result in results.items()}
             for lane in np.flatnonzero(counts).tolist():
                 parts_by_text[lane].append({name: result[lane, : counts[lane]] for name, result in on_host.items()})
@@ -146,6 +149,13 @@ class TextReader:
             counts = np.where(several, counts, 0)
             return counts, min(max(power_of_two(int(counts.max())), SEVERAL_TOKENS), w), False
         return counts, min(FEW_TOKENS, w), False
+
+    def _longest(self, num_read: Int[np.ndarray, " _"]) -> int | None:
+        """A bound of these numbers, one of few; None: none that is much less than what the model's tokens see."""
+        longest = SHORT_TEXT
+        while longest < num_read.max():
+            longest *= 4
+        return longest if 4 * longest <= self._model.num_visible else None
 
 
 def power_of_two(n: int) -> int:
@@ -206,11 +216,13 @@ def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, 
     return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="requested", donate_argnums=2)
-def _read_tokens(model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("requested", "longest"), donate_argnums=2)
+def _read_tokens(
+    model: Model, params, carry, tokens, targets, counts, lanes, *, requested: RequestedResults, longest: int | None
+):
     """Reads the first `counts` tokens of flagged lanes (None: of all) at once: returns the carry and the results."""
     module = model.bind(params)
-    outputs, next_carry = module.read_tokens(tokens, counts, carry)
+    outputs, next_carry = module.read_tokens(tokens, counts, carry, longest)
     return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 

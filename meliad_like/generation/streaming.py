@@ -91,8 +91,9 @@ class Generator(TextReader):
         chunk = self._first_chunk
         while num_tokens > 0 and not state.ended.all():
             is_active = ~state.ended
-            arguments = (state.token, state.key, is_active, min(num_tokens, chunk))
-            carry, key, written, count = self._write_tokens(state.carry, *arguments)
+            arguments = (state.carry, state.token, state.key, is_active, min(num_tokens, chunk))
+            longest = self._longest(state.num_read[is_active] + chunk)
+            carry, key, written, count = self._write_tokens(*arguments, longest=longest)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]
             chunk = min(2 * chunk, self._chunk)
@@ -133,7 +134,7 @@ def _begin(model: Model, params, seeds: UInt32[Array, " b"]):
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("sampling", "ends", "chunk"),
+    static_argnames=("sampling", "ends", "chunk", "longest"),
     donate_argnums=3,
     compiler_options=WITHOUT_COPIES,
 )
@@ -150,6 +151,7 @@ def _write_tokens(
     sampling: SamplingConfig,
     ends: tuple[int, ...],
     chunk: int,
+    longest: int | None,
 ):
     """Generates up to `count` allowed tokens after `token`, until an active lane ends with one of the tokens `ends`.
 
@@ -166,7 +168,7 @@ def _write_tokens(
 
     def write_token(loop):
         i, carry, token, key, written = loop
-        logits, carry = module.decode_step(token, carry)
+        logits, carry = module.decode_step(token, carry, longest)
         keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key))
         token = sample(jnp.where(allowed, logits, -jnp.inf), keys[:, 1], sampling)
         return i + 1, carry, token, jax.random.key_data(keys[:, 0]), written.at[:, i].set(token)

@@ -83,6 +83,9 @@ class LayerContext(NamedTuple):
     published: dict[str, Any]
     """The values that mixers publish before each block (`MixerConfig.reads`), by the name of the mixer. Arrays have the
     axes `b` and `c` first; while decoding `b`."""
+    longest: int | None = None
+    """While decoding, a number of tokens that no document exceeds with those that are read, so that attention can leave
+    out what is empty; None: unknown."""
 
     @property
     def start(self) -> Bool[Array, "b c"]:

@@ -179,12 +179,14 @@ class SpanAttention(Mixer):
         block = carry.position // w
         position = carry.position[:, None] + np.arange(n)
         offset = position - (block * w)[:, None]
-        # The number of blocks from each of the ring's blocks to the tokens' block.
-        distance = (block[:, None] - np.arange(ring)) % ring
+        # The ring's first blocks, which a document fills one after the other.
+        near = ring if context.longest is None else min(ring, -(-context.longest // w))
+        # The number of blocks from each of them to the tokens' block.
+        distance = (block[:, None] - np.arange(near)) % ring
         if self.table is not None:
             query, key = (turned(y, self._taken(np.arange(w), offset[:, None], scaled=True)) for y in (query, key))
         # Each of the ring's blocks has queries of its own, so that the block is an axis of lanes.
-        query = jnp.broadcast_to(query[:, :, None], (*query.shape[:2], ring, *query.shape[2:]))
+        query = jnp.broadcast_to(query[:, :, None], (*query.shape[:2], near, *query.shape[2:]))
         if self.table is not None:
             query = turned(query, self._taken(np.arange(ring) * w, distance[:, None, :, None]))
         carry = carry.with_tokens(key, value, (block % ring * w)[:, None] + offset, counts)
@@ -192,7 +194,7 @@ class SpanAttention(Mixer):
         seen = (away >= 0) & (away < self.config.span) & (away <= position[..., None, None])
         queries = rearrange(query, "b (g j) r n k -> b g r (j n) k", g=g)
         seen = jnp.tile(seen, (1, queries.shape[3] // n, 1, 1))[:, None]
-        keys, values = (rearrange(y, "b g (r w) k -> b g r w k", w=w) for y in carry[:2])
+        keys, values = (rearrange(y[:, :, : near * w], "b g (r w) k -> b g r w k", w=w) for y in carry[:2])
         scores = jnp.einsum("bgrmk,bgrwk->bgmrw", queries, keys.astype(x.dtype), preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=(-2, -1)).astype(x.dtype)
         mixed = jnp.einsum("bgmrw,bgrwk->bgmk", weights, values.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -119,10 +119,14 @@ class Model:
         return jax.eval_shape(make, self.abstract_params)
 
     @property
+    def num_visible(self) -> int:
+        """The largest number of tokens, itself included, that a token attends to in a layer."""
+        return int(np.max(self.config.traits.num_visible(FAR + np.arange(self.config.window_length))))
+
+    @property
     def sight(self) -> str:
         """A text for people that says how far the model sees in a document."""
-        traits, w = self.config.traits, self.config.window_length
-        visible = int(np.max(traits.num_visible(FAR + np.arange(w))))
+        traits, visible = self.config.traits, self.num_visible
         limit = f" ({traits.limited_by})" if traits.limited_by else ""
         attention = f"the last {visible:,} tokens by attention{limit}"
         if not traits.states or traits.needs_segments:
@@ -386,21 +390,25 @@ class BaseDecoder(nnx.Module):
         outputs, published = jax.tree.map(lambda y: rearrange(y, "c b n ... -> b (c n) ..."), results)
         return outputs, layers, published
 
-    def decode_step(self, token: Int[Array, " b"], carry: Any) -> tuple[Float[Array, "b v"], Any]:
+    def decode_step(
+        self, token: Int[Array, " b"], carry: Any, longest: int | None = None
+    ) -> tuple[Float[Array, "b v"], Any]:
         """Reads one more token per lane at a cost that does not depend on the number of tokens read before. Lanes may
-        be at different positions. Returns the logits of the next token."""
-        (*_, x), carry = self.read_tokens(token[:, None], jnp.ones_like(token), carry)
+        be at different positions. Returns the logits of the next token. `longest`: as for `read_tokens`."""
+        (*_, x), carry = self.read_tokens(token[:, None], jnp.ones_like(token), carry, longest)
         return self.logits(self.finish(x[:, 0], None)), carry
 
     def read_tokens(
-        self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any
+        self, tokens: Int[Array, "b n"], counts: Int[Array, " b"], carry: Any, longest: int | None = None
     ) -> tuple[list[Float[Array, "b n d"]], Any]:
         """Reads the first `counts` tokens of each lane, which are all in the lane's current block: returns the
-        embedding and each layer's output, and the carry, in its form for decoding."""
+        embedding and each layer's output, and the carry, in its form for decoding. `longest`: a number of tokens that
+        no document exceeds then (`LayerContext`)."""
         offset = block_offset(carry.position, self.config.window_length, self.config.overlap)
         offset = offset[:, None] + np.arange(tokens.shape[1])
         x = self.embed(tokens.reshape(-1), offset.reshape(-1), None).reshape(*tokens.shape, -1)
-        context = LayerContext(carry.position, self.published(carry, jnp.zeros_like(carry.position, bool)))
+        published = self.published(carry, jnp.zeros_like(carry.position, bool))
+        context = LayerContext(carry.position, published, longest)
         outputs, layers = [x], []
         for layer, one in zip(self.layers, carry.layers, strict=True):
             with jax.named_scope("attention"):

@@ -410,10 +410,10 @@ class Melodi(Stack):
         outputs, carry = super().read_segment(tokens, *arguments, **options)
         return list(map(of_tokens, outputs)), carry
 
-    def read_tokens(self, tokens, counts, carry):
+    def read_tokens(self, tokens, counts, carry, longest=None):
         """Reads tokens as `BaseDecoder.read_tokens`. Behind a window's last token, its summary tokens pass the layers
         from the first to the last."""
-        outputs, carry = super().read_tokens(tokens, counts, carry)
+        outputs, carry = super().read_tokens(tokens, counts, carry, longest)
         ends = (counts > 0) & (carry.position % self.config.window_length == 0)
         outputs, layers = at_lanes(ends, self._end_window, outputs, carry.layers)
         return outputs, carry._replace(layers=layers)

@@ -41,7 +41,8 @@ class WindowAttention(SpanAttention):
         offset = block_offset(position, self.w, self.config.overlap)[:, None] + np.arange(x.shape[1])
         query, key, value, gate = self._heads(x, offset)
         carry = carry.with_tokens(key, value, offset, counts)
-        mixed = self._attend(query, carry.key, carry.value, offset, context, position >= self.w, None)
+        keys, values = (cached[:, :, : context.longest] for cached in (carry.key, carry.value))
+        mixed = self._attend(query, keys, values, offset, context, position >= self.w, None)
         return self._output(mixed, gate), carry._replace(position=position + counts)
 
     def _heads(self, x: Float[Array, "l t d"], offset: Int[Array, "#l t"]):

@@ -186,7 +186,7 @@ class PretrainedDecoder(BaseDecoder):
         context = LayerContext(position[:, None], {INSERTED: inserted})
         return apply_layers(x, groups, caches, context, keys[:-2], self.config.remat)
 
-    def read_tokens(self, tokens, counts, carry):
+    def read_tokens(self, tokens, counts, carry, longest=None):
         """Reads tokens, as `BaseDecoder.read_tokens`.
 
         Where a window is full, the next one begins with the last `overlap` tokens, which are read again: so texts of
@@ -194,7 +194,7 @@ class PretrainedDecoder(BaseDecoder):
         """
         w, lanes, token = self.config.window_length, jnp.arange(tokens.shape[0])[:, None], np.arange(tokens.shape[1])
         offset = block_offset(carry.position, w, self.config.overlap)
-        outputs, carry = super().read_tokens(tokens, counts, carry)
+        outputs, carry = super().read_tokens(tokens, counts, carry, longest)
         # Tokens after `counts` have no place.
         places = lanes, jnp.where(token < counts[:, None], offset[:, None] + token, w)
         window = carry.window._replace(tokens=carry.window.tokens.at[places].set(tokens, mode="drop"))
