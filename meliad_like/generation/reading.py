@@ -69,7 +69,7 @@ class RequestedResults(NamedTuple):
     """The results that are kept of each token that is read."""
 
     losses: bool = False
-    """`nats`, float32: the loss of the token that comes next."""
+    """`nats`, float32: the loss of the token that comes next; `correct`, bool: whether no token has a smaller one."""
     logits: bool = False
     """`logits`, float32[v], of the next token."""
     layers: tuple[int, ...] = ()
@@ -199,7 +199,8 @@ def _results(
     """The requested results, [b, n, ...], from the outputs of the layers, [b, n, d]."""
     hidden, results = module.finish(outputs[-1], None), {}
     if requested.losses:
-        results["nats"] = token_losses(module, hidden, targets, LOSS_SLICE).nats
+        losses = token_losses(module, hidden, targets, LOSS_SLICE)
+        results |= {"nats": losses.nats, "correct": losses.correct}
     if requested.logits:
         results["logits"] = module.logits(hidden)
     return results | {f"layer {layer}": outputs[layer] for layer in requested.layers}

@@ -72,12 +72,16 @@ class Generator(TextReader):
 
     def score(
         self, state: GenerationState, texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> tuple[list[Float[np.ndarray, " n"]], GenerationState]:
-        """Reads texts: returns the loss in nats of each token (NaN: none precedes it), and the states after them."""
+    ) -> tuple[list[tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]], GenerationState]:
+        """Reads texts: returns for each the loss of its tokens in nats, and whether they are the most likely ones, NaN
+        and false where no token precedes; and the states after the texts."""
         results, state = self.look(state, texts, RequestedResults(losses=True))
-        nats = [one.get("nats", np.zeros(0, np.float32)) for one in results]
-        missing = [(len(text) - len(one), 0) for one, text in zip(nats, texts, strict=True)]
-        return [np.pad(one, pad, constant_values=np.nan) for one, pad in zip(nats, missing)], state
+        scores = []
+        for one, text in zip(results, texts, strict=True):
+            nats, correct = one.get("nats", np.zeros(0, np.float32)), one.get("correct", np.zeros(0, bool))
+            missing = len(text) - len(nats), 0
+            scores.append((np.pad(nats, missing, constant_values=np.nan), np.pad(correct, missing)))
+        return scores, state
 
     def write(self, state: GenerationState, num_tokens: int) -> Iterator[tuple[list[list[int]], GenerationState]]:
         """Generates up to `num_tokens` tokens of each text in chunks; the last may be the end of the document.

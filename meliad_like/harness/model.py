@@ -8,7 +8,6 @@ In the harness's own adapters a prompt that is longer than the context is cut, a
 Here nothing is cut: the model reads them whole, and remembers of them what it can.
 """
 
-import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -17,32 +16,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
 from lm_eval.api.instance import Instance  # type: ignore[import-not-found]  # an extra
 from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]  # an extra
 from lm_eval.api.registry import register_model  # type: ignore[import-not-found]  # an extra
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # type: ignore[import-not-found]  # an extra
 
-from meliad_like.data.split import Documents
 from meliad_like.errors import UserError
-from meliad_like.evaluation.perplexity import Evaluator
-from meliad_like.generation.reading import LOSS_SLICE, NO_TOKEN, power_of_two, read_while_decoding
+from meliad_like.generation.reading import power_of_two
 from meliad_like.layers.basic import check_tokens
-from meliad_like.layers.lanes import join_lanes
-from meliad_like.layers.losses import TokenLosses, token_losses
 from meliad_like.library import LanguageModel, State, load
-from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.config import ActivationDtype
-from meliad_like.models.model import Model
 from meliad_like.run.text import encode_text
 
 SAMPLING = ("temperature", "top_k", "top_p")
 MAX_TOKENS = 256
 """The largest number of tokens that are written where a task names none, as in the harness's own adapters."""
 SHORTEST = 16
-"""The smallest number of tokens of a sequence for which a program is compiled."""
+"""The smallest number of tokens that texts must share to be read once."""
 
 
 class Question(NamedTuple):
@@ -53,28 +44,19 @@ class Question(NamedTuple):
     tokens: tuple[int, ...]
     num_scored: int
     num_read: int = 0
-    """The number of tokens, in whole blocks, that `state` has read."""
+    """The number of tokens after which `state` is."""
     state: State | None = None
     """The state after these tokens; None before the first one."""
 
-    def num_before(self, w: int) -> int:
-        """The number of tokens in whole blocks that are read before those whose predictions are scored."""
-        return (len(self.tokens) - self.num_scored - 1) // w * w
+    @property
+    def num_before(self) -> int:
+        """The number of tokens before those that are scored."""
+        return len(self.tokens) - self.num_scored
 
     @property
-    def num_inputs(self) -> int:
-        """The number of tokens that are still to be read."""
-        return len(self.tokens) - 1 - self.num_read
-
-
-class Shape(NamedTuple):
-    """The properties that questions must have in common to be read in one batch."""
-
-    model: Model
-    length: int
-    """The number of tokens with padding, a whole number of blocks."""
-    begins: bool
-    """Whether they begin documents."""
+    def rest(self) -> tuple[int, ...]:
+        """The tokens that are still to be read."""
+        return self.tokens[self.num_read :]
 
 
 @register_model("meliad_like")
@@ -168,92 +150,54 @@ class HarnessModel(TemplateLM):
     def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
         """The log-probability of each question's scored tokens, and whether all were the most likely ones."""
         results: dict[int, tuple[float, bool]] = dict.fromkeys(range(len(questions)), (0.0, True))
-        batches: dict[Shape, list[Question]] = {}
+        # Texts of about the same length are read side by side.
+        batches: dict[int, list[Question]] = {}
         scored = (question for question in questions if question.num_scored)
         for question in self._with_states(sorted(scored, key=lambda question: question.tokens)):
-            shape = self._shape(question.num_inputs, question.state is None)
-            batches.setdefault(shape, []).append(question)
-            if len(batches[shape]) == self._batch_size:
-                results.update(self._score(shape, batches.pop(shape)))
-        for shape, batch in batches.items():
-            results.update(self._score(shape, batch))
+            batch = batches.setdefault(power_of_two(len(question.rest)), [])
+            batch.append(question)
+            if len(batch) == self._batch_size:
+                results.update(self._score(batch))
+                batch.clear()
+        for batch in filter(None, batches.values()):
+            results.update(self._score(batch))
         return list(results.values())
 
     def _with_states(self, questions: list[Question]) -> Iterator[Question]:
         """Each of the questions, which are sorted and have the same state, with the state that it is scored from.
 
-        Whole blocks that several questions share are read once.
+        What several questions share is read once.
         """
-        w, segment = self.lm.model.config.window_length, self.lm.opened.run.data.segment_length
         start = questions[0].num_read if questions else 0
-        yield from (question for question in questions if question.num_before(w) <= start)
-        longer = (question for question in questions if question.num_before(w) > start)
-        for _, group in itertools.groupby(longer, lambda question: question.tokens[start : start + w]):
+        yield from (question for question in questions if question.num_before < start + SHORTEST)
+        longer = (question for question in questions if question.num_before >= start + SHORTEST)
+        for _, group in itertools.groupby(longer, lambda question: question.rest[:SHORTEST]):
             members = list(group)
             first, last = members[0], members[-1]
-            if len(members) > 1:
-                # All of them begin with what the first and the last of the sorted ones share.
-                shared = _num_shared(first.tokens, last.tokens)
-                stop = min(shared // w * w, *(question.num_before(w) for question in members))
-                state = self._read(first, stop)
-                yield from self._with_states([x._replace(num_read=stop, state=state) for x in members])
-            elif len(first.tokens) - start > segment:
-                stop = first.num_before(w)
-                yield first._replace(num_read=stop, state=self._read(first, stop))
-            else:
+            # All of them begin with what the first and the last of the sorted ones share.
+            stop = min(_num_shared(first.tokens, last.tokens), *(question.num_before for question in members))
+            if len(members) == 1 and len(first.rest) <= self.lm.opened.run.data.segment_length:
                 yield first
+                continue
+            state = self.lm.read(first.tokens[start:stop], first.state)
+            with_state = [question._replace(num_read=stop, state=state) for question in members]
+            yield from with_state if len(members) == 1 else self._with_states(with_state)
 
-    def _read(self, question: Question, stop: int) -> State:
-        """The state after the tokens of a question up to `stop`, whole blocks."""
-        reading = self.lm.read(question.tokens[question.num_read : stop + 1], question.state).batch_of_one
-        # The last of these tokens, which the model has not read yet, belongs to one question alone.
-        return State(self.lm.opened, reading._replace(token=np.array([NO_TOKEN], np.int32)))
-
-    def _shape(self, num_inputs: int, begins: bool) -> Shape:
-        """The shape of a batch of texts with `num_inputs` tokens each; `begins`: whether they begin documents."""
-        model = self.lm.model
-        if begins and num_inputs <= model.config.window_length:
-            # A pretrained model may have much larger windows than a task has texts.
-            length = min(power_of_two(max(num_inputs, SHORTEST)), model.config.window_length)
-            model = model.for_separate_sequences(length)
-        w = model.config.window_length
-        return Shape(model, power_of_two(-(-num_inputs // w)) * w, begins)
-
-    def _score(self, shape: Shape, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _score(self, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """The index of each question, the log-probability of its scored tokens, and whether all were most likely."""
-        model, length, begins = shape
-        tokens = np.zeros((self._batch_size, length + 1), np.int32)
-        start = np.zeros((self._batch_size, length // model.config.window_length), bool)
-        start[:, 0] = begins
-        for i, question in enumerate(questions):
-            tokens[i, : question.num_inputs + 1] = question.tokens[question.num_read :]
-        # Unused lanes repeat the last one, so that a program is compiled for one number of lanes.
-        states = [question.state for question in (questions + questions[-1:] * self._batch_size)[: self._batch_size]]
-        carry = None if begins else join_lanes([state.batch_of_one.carry for state in states if state is not None])
-        losses = _losses(model, self.lm.params, carry, tokens, start)
-        nats, correct = np.asarray(losses.nats, np.float64), np.asarray(losses.correct)
-        for i, question in enumerate(questions):
-            scored = np.s_[i, question.num_inputs - question.num_scored : question.num_inputs]
-            yield question.index, (-float(nats[scored].sum()), bool(correct[scored].all()))
+        # Unused lanes repeat the last one, so that programs are compiled for one number of lanes.
+        lanes = (questions + questions[-1:] * self._batch_size)[: self._batch_size]
+        states = [question.state or self.lm.begin() for question in lanes]
+        for question, score in zip(questions, self.lm.score_batch([x.rest for x in lanes], states)):
+            nats, greedy = score.log_probabilities[-question.num_scored :], score.most_likely[-question.num_scored :]
+            yield question.index, (float(nats.sum(dtype=np.float64)), bool(greedy.all()))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text in nats, read from its beginning to its end with the model's memory."""
         prefix = [self.eot_token_id] if self._first_tokens else []
-        texts = [np.asarray(prefix + self.tok_encode(request.args[0]), np.int32) for request in requests]
-        lengths = np.array([len(text) for text in texts])
-        # The harness counts bytes and words itself.
-        sizes, read = np.zeros_like(lengths), lambda document, start, stop: texts[document][start:stop]
-        names = [str(i) for i in range(len(texts))]
-        model, length, _ = self._shape(max(int(lengths.max()) - 1, 1), True)
-        losses = Evaluator(
-            model,
-            Documents(names, lengths, sizes, sizes, read, np.arange(len(texts))),
-            make_mesh(MeshConfig(), jax.devices()[:1]),
-            name="harness",
-            segment_length=min(length, self.lm.opened.run.data.segment_length),
-            max_lanes=self._batch_size,
-        ).token_losses(self.lm.params)
-        results = [-float(nats.sum(dtype=np.float64)) for nats in losses]
+        texts = [prefix + self.tok_encode(request.args[0]) for request in requests]
+        scored = [Question(i, tuple(text), max(len(text) - 1, 0)) for i, text in enumerate(texts)]
+        results = [nats for nats, _ in self._answers(scored)]
         for request, result in zip(requests, results):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return results
@@ -321,14 +265,3 @@ def tokenizer_for_tasks(model: HarnessModel, name: str) -> Iterator[None]:
 def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _losses(model: Model, params, carry, tokens: Int[Array, "b n"], start: Bool[Array, "b c"]) -> TokenLosses:
-    """The losses of the tokens after each first one. Without a carry, documents begin."""
-    module = model.bind(params)
-    if carry is None:
-        carry = module.begin_decoding(module.init_carry(len(tokens)))
-    # While decoding, windows that overlap read tokens without repetition.
-    (output,), _ = read_while_decoding(module, tokens[:, :-1], carry, start)
-    return token_losses(module, module.finish(output, None), tokens[:, 1:], LOSS_SLICE)

@@ -132,10 +132,11 @@ class LanguageModel:
     def score_batch(self, texts: Sequence[Text], states: State | Sequence[State] | None = None) -> list[Score]:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
         encoded, start = self._encoded(texts, states)
-        nats, batch = self._generator().score(start, [text.tokens for text in encoded])
+        scores, batch = self._generator().score(start, [text.tokens for text in encoded])
+        states = [State(self.opened, batch, lane, text.unfinished) for lane, text in enumerate(encoded)]
         return [
-            Score(text.tokens, -nats[lane], text.num_bytes, State(self.opened, batch, lane, text.unfinished))
-            for lane, text in enumerate(encoded)
+            Score(text.tokens, -nats, correct, text.num_bytes, state)
+            for text, (nats, correct), state in zip(encoded, scores, states)
         ]
 
     def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:

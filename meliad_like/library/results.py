@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from meliad_like.evaluation.scores import ratio
 from meliad_like.generation.reading import NO_TOKEN, GenerationState, save_state, take_states
@@ -91,6 +91,8 @@ class Score:
     """The natural logarithm of each token's probability after all tokens before it. The first token of a document,
     which nothing precedes, has none: NaN. Nor has the first one after a generated end of document, which is left out.
     Together the probabilities of all ids are 1, also of those that are never written."""
+    most_likely: Bool[np.ndarray, " n"]
+    """Whether each token has a probability, and no other token has a larger one."""
     num_bytes: int
     """The number of bytes of the text in UTF-8; if tokens were given, of what they decode to."""
     state: State = dataclasses.field(repr=False)
