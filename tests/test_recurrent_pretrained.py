@@ -21,7 +21,6 @@ from meliad_like.generation.reading import (
     GenerationState,
     RequestedResults,
     TextReader,
-    read_while_decoding,
 )
 from meliad_like.models.model import Model
 from meliad_like.studies.interventions import part_names
@@ -254,19 +253,6 @@ def test_how_windows_that_overlap_are_cut():
     assert cut([0, 0], [2000, 40])[0].tolist() == [512, 40]
     assert cut([512, 0], [2000, 40])[0].tolist() == [412, 0]
     assert cut([924 + 400, 0], [2000, 0])[0].tolist() == [12, 0]
-
-
-@pytest.mark.thorough
-def test_going_on_from_blocks_token_by_token():
-    model, params = make(**RECURRENT, overlap=3)
-    module = model.bind(params)
-    start = np.zeros((1, 3), bool)
-    start[:, 0] = True
-    begun = ways.begin(model, params, 1, decoding=True)
-    _, carry = read_while_decoding(module, TOKENS[None, : 3 * W], begun, start)
-    logits, _ = module.decode_step(TOKENS[3 * W : 3 * W + 1], carry)
-    expected = losses_by_windows(model, params)[3 * W]
-    assert -jax.nn.log_softmax(logits)[0, TOKENS[3 * W + 1]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.thorough

@@ -166,21 +166,9 @@ def power_of_two(n: int) -> int:
 def read_while_decoding(
     module: Any, tokens: Int[Array, "b n"], carry: Any, start: Bool[Array, "b c"], *, every_layer: bool = False
 ) -> tuple[list[Float[Array, "b n d"]], Any]:
-    """Reads a segment as `BaseDecoder.read_segment`, with the carry's form for decoding, at the beginning of a block.
-    Where windows overlap, tokens are read one by one."""
-    if not module.config.overlap:
-        outputs, carry = module.read_segment(tokens, module.end_decoding(carry), start, every_layer=every_layer)
-        return outputs, module.begin_decoding(carry)
-    begins = jnp.zeros(tokens.shape, bool).at[:, :: module.config.window_length].set(start)
-
-    def read(carry, token):
-        token, begins = token
-        carry = carry._replace(position=jnp.where(begins, 0, carry.position))
-        outputs, carry = module.read_tokens(token[:, None], jnp.ones_like(token), carry)
-        return carry, [y[:, 0] for y in (outputs if every_layer else outputs[-1:])]
-
-    carry, outputs = jax.lax.scan(read, carry, (tokens.T, begins.T))
-    return [jnp.moveaxis(y, 0, 1) for y in outputs], carry
+    """Reads a segment as `BaseDecoder.read_segment`, with the carry's form for decoding. It begins with a block."""
+    outputs, carry = module.read_segment(tokens, module.end_decoding(carry), start, every_layer=every_layer)
+    return outputs, module.begin_decoding(carry)
 
 
 def _cut(

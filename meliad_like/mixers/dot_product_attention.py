@@ -53,8 +53,10 @@ class AttentionCache(NamedTuple):
         counts: Int[Array, " b"],
     ) -> "AttentionCache":
         """The cache with the first `counts` tokens of each lane in these places of the ring."""
-        both = (self.key, key), (self.value, value)
-        return AttentionCache(*(with_tokens(*pair, places, counts, axis=2) for pair in both), self.position + counts)
+        keys, values = (
+            with_tokens(cached, new, places, counts, axis=2) for cached, new in ((self.key, key), (self.value, value))
+        )
+        return AttentionCache(keys, values, self.position + counts)
 
 
 class SpanAttention(Mixer):
