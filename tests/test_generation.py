@@ -127,8 +127,8 @@ def test_attention_to_long_texts_leaves_out_what_is_empty(config, prompt, monkey
         state = generator.begin(0, 1)
         # The first text is always the longer one.
         for first, second in ((5, 1), (30, 4), (100, 0), (140, 20)):
-            nats, state = generator.score(state, [prompt[:first], prompt[:second]])
-            all_nats += nats
+            scores, state = generator.score(state, [prompt[:first], prompt[:second]])
+            all_nats += [nats for nats, _ in scores]
         written, _ = write(generator, generator.read(generator.begin(0), [prompt[:7]]), 150)
         return np.concatenate(all_nats), written
 

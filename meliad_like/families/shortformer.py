@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from meliad_like.errors import UserError
 from meliad_like.families.layers import LayerNorm, dropout
-from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.attention import attend, merge_heads, split_heads, with_tokens
 from meliad_like.layers.basic import (
     Linear,
     check_tokens,
@@ -26,7 +26,7 @@ from meliad_like.layers.basic import (
     uniform,
 )
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import at_lanes, with_tokens
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.losses import TokenLosses, divisor, in_slices
 from meliad_like.layers.sharding import constrain
 from meliad_like.models.config import MODELS, ModelConfig, ModelTraits, builds

@@ -105,6 +105,14 @@ def ring_distances(position: Int[Array, " b"], n: int, size: int) -> Int[Array, 
     return jnp.concatenate([ring, among], axis=-1)
 
 
+def with_tokens(cached: Array, new: Array, places: Int[Array, "b n"], counts: Int[Array, " b"], *, axis: int) -> Array:
+    """`cached` with the first `counts` new tokens of each lane in these places along `axis`."""
+    lanes, is_read = jnp.arange(places.shape[0])[:, None], np.arange(places.shape[1]) < counts[:, None]
+    # What would be written behind the last place is dropped.
+    index = lanes, *[slice(None)] * (axis - 1), jnp.where(is_read, places, cached.shape[axis])
+    return cached.at[index].set(jnp.moveaxis(new, axis, 1).astype(cached.dtype), mode="drop")
+
+
 def _largest(scores: Float[Array, "*batch s"]) -> Float[Array, "*batch 1"]:
     """The largest score of each query, without a gradient; `LOWEST` if all are masked."""
     return jnp.maximum(jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True), LOWEST)

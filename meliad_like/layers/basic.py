@@ -357,3 +357,8 @@ def tiled_dropout(x: Float[Array, "*batch n d"], rate: float, key: PRNGKeyArray 
         # A device's part of a segment begins and ends within a tile.
         return x * own_blocks(jnp.tile(mask[0], (1, whole // tile, 1)))
     return (x.reshape(x.shape[0], n // tile, tile, d) * mask).reshape(x.shape)
+
+
+def only_first(new: Float[Array, "b h n k"], counts: Int[Array, " b"]) -> Float[Array, "b h n k"]:
+    """The first `counts` new tokens of each lane, and zeros after them: weights of 0 do not hide what may be NaN."""
+    return jnp.where((np.arange(new.shape[2]) < counts[:, None])[:, None, :, None], new, 0)

@@ -8,8 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 Result = TypeVar("Result")
 
@@ -34,19 +33,6 @@ def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
         return jnp.where(flags.reshape(-1, *[1] * (flagged.ndim - 1)), flagged, unflagged)
 
     return jax.tree.map(choose, flagged, unflagged)
-
-
-def with_tokens(cached: Array, new: Array, places: Int[Array, "b n"], counts: Int[Array, " b"], *, axis: int) -> Array:
-    """`cached` with the first `counts` new tokens of each lane in these places along `axis`."""
-    lanes, is_read = jnp.arange(places.shape[0])[:, None], np.arange(places.shape[1]) < counts[:, None]
-    # What would be written behind the last place is dropped.
-    index = lanes, *[slice(None)] * (axis - 1), jnp.where(is_read, places, cached.shape[axis])
-    return cached.at[index].set(jnp.moveaxis(new, axis, 1).astype(cached.dtype), mode="drop")
-
-
-def only_first(new: Float[Array, "b h n k"], counts: Int[Array, " b"]) -> Float[Array, "b h n k"]:
-    """The first `counts` new tokens of each lane, and zeros after them: weights of 0 do not hide what may be NaN."""
-    return jnp.where((np.arange(new.shape[2]) < counts[:, None])[:, None, :, None], new, 0)
 
 
 @runtime_checkable

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads, ring_distances
+from meliad_like.layers.basic import only_first
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import only_first
 from meliad_like.layers.memory_search import PIECE, Memory, remember
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits
 from meliad_like.mixers.sliding_window import TokenHeads, tokens_of

@@ -22,10 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.kernels.registry import kernel_of_span
-from meliad_like.layers.attention import attend, merge_heads, split_heads
+from meliad_like.layers.attention import attend, merge_heads, split_heads, with_tokens
 from meliad_like.layers.basic import Linear, dropout_multiplier, over_root_mean_square, parameter, project
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import with_tokens
 from meliad_like.layers.rotary import ROTARY_SCALINGS, RotaryScaling, RotaryTable, Turns, turned
 from meliad_like.layers.sharding import from_all, own_blocks
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, projection_flops

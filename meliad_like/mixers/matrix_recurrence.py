@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from meliad_like.errors import UserError
 from meliad_like.kernels.registry import CONVOLUTIONS, RECURRENCES, kernel_of
-from meliad_like.layers.basic import over_root_mean_square
+from meliad_like.layers.basic import only_first, over_root_mean_square
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import only_first
 from meliad_like.layers.linear_recurrence import (
     Rule,
     convolve_segment,

@@ -23,11 +23,12 @@ from meliad_like.layers.attention import (
     scaled,
     split_heads,
     unit,
+    with_tokens,
 )
 from meliad_like.layers.backend import platform
-from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
+from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, only_first, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.lanes import at_lanes, only_first, with_tokens
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.sharding import from_left
 from meliad_like.mixers.base import MIXERS, DecoderShape, LayerContext, Mixer, MixerConfig, Traits
 from meliad_like.mixers.positions import Position, PositionConfig

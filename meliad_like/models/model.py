@@ -259,7 +259,7 @@ class BaseDecoder(nnx.Module):
     def embed(
         self, tokens: Int[Array, "*batch"], position: Int[Array, "*#batch"], dropout_key: PRNGKeyArray | None
     ) -> Float[Array, "*batch d"]:
-        """The embedding vectors of tokens at these positions in their blocks."""
+        """The embedding vectors of tokens at these positions in their blocks: [b, n] of a segment, [m] in decoding."""
         raise NotImplementedError
 
     def finish(self, x: Float[Array, "*batch d"], dropout_key: PRNGKeyArray | None) -> Float[Array, "*batch d"]:

@@ -26,11 +26,12 @@ from meliad_like.layers.basic import (
     dropout_multiplier,
     fan_in,
     fold_key,
+    only_first,
     parameter,
     split_key,
     tiled_dropout,
 )
-from meliad_like.layers.lanes import at_lanes, only_first
+from meliad_like.layers.lanes import at_lanes
 from meliad_like.mixers.sliding_window import TokenCache, TokenHeads
 from meliad_like.models.config import builds
 from meliad_like.models.decoder import Layer, ResidualFeedForward, Stack
