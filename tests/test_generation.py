@@ -116,6 +116,20 @@ LONG = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "visible", "longest"),
+    [
+        ([3, 512], 2048, 512),
+        ([513], 2**20, 2048),
+        ([512], 2047, None),
+        ([513], 2048, None),
+    ],
+)
+def test_lengths_up_to_which_attention_leaves_out_what_is_empty(lengths, visible, longest):
+    model = Model(dataclasses.replace(LONG[0], mixers=(DotProductAttention(span=visible), LocalAttention(span=6))), V)
+    assert reading.longest_text(model, np.array(lengths)) == longest
+
+
 @pytest.mark.parametrize("config", LONG, ids=["spans", "windows", "windows that overlap"])
 def test_attention_to_long_texts_leaves_out_what_is_empty(config, prompt, monkeypatch):
     model = Model(config, V)
@@ -132,12 +146,6 @@ def test_attention_to_long_texts_leaves_out_what_is_empty(config, prompt, monkey
         written, _ = write(generator, generator.read(generator.begin(0), [prompt[:7]]), 150)
         return np.concatenate(all_nats), written
 
-    assert (
-        Generator(model, params, segment_length=256, vocabulary=BYTES, sampling=SamplingConfig())._longest(
-            np.array([300])
-        )
-        is None
-    )
     expected = results()
     monkeypatch.setattr(reading, "SHORT_TEXT", 8)
     found = results()

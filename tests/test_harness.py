@@ -122,7 +122,6 @@ def plain(lm, context, continuation):
     return float(lm.score(context + continuation).log_probabilities[len(context) :].sum(dtype=np.float64))
 
 
-@needs_harness
 def test_a_shared_prefix_changes_nothing(lm):
     model = HarnessModel(lm, batch_size=3)
     together = model.loglikelihood(requests("loglikelihood", QUESTIONS))
@@ -132,16 +131,16 @@ def test_a_shared_prefix_changes_nothing(lm):
     np.testing.assert_allclose([nats for nats, _ in together], [plain(lm, *q) for q in QUESTIONS], atol=1e-4)
 
 
-@needs_harness
 def test_a_prefix_is_read_once(states, monkeypatch):
-    num_read, read = [], states.read
-    monkeypatch.setattr(states, "read", lambda tokens, state: num_read.append(len(tokens)) or read(tokens, state))
+    num_read, read = [], states.read_batch
+    monkeypatch.setattr(
+        states, "read_batch", lambda texts, state: num_read.extend(map(len, texts)) or read(texts, state)
+    )
     HarnessModel(states).loglikelihood(requests("loglikelihood", QUESTIONS))
     # What all begin with, each book, and its questions.
     assert len(num_read) <= 7 and sum(num_read) < 1.5 * len(BOOK + OTHER)
 
 
-@needs_harness
 def test_the_most_likely_continuation_is_found(states):
     written = states.generate(BOOK, 5, temperature=0).tokens
     model = HarnessModel(states)
@@ -160,7 +159,6 @@ def test_an_empty_context_is_the_first_token(lm, num_tokens):
     assert found[0] == found[1] and found[0][0] < 0
 
 
-@needs_harness
 def test_rolling_likelihood_is_that_of_the_evaluation(lm):
     texts = [item.context for item in items(3)] + ["", "a"]
     found = HarnessModel(lm, batch_size=2).loglikelihood_rolling(
@@ -243,6 +241,11 @@ def test_text_is_written_up_to_what_ends_it(states):
     assert found[0] == states.generate(start, 9, seed=0, temperature=2.0, top_k=40).text != found[1]
     with pytest.raises(UserError, match="generation_kwargs.num_beams is not one of do_sample, temperature, top_k"):
         model.generate_until(requests("generate_until", [(start, {"until": [], "num_beams": 2})]))
+
+
+def test_memories_that_depend_on_segments_are_refused():
+    with pytest.raises(UserError, match="DecoderConfig.clear_states=True.*use python -m meliad_like.evaluate"):
+        HarnessModel(language_model(CONFIGS["slide below skip"]))
 
 
 def test_the_first_token_of_a_document(states):

@@ -42,6 +42,9 @@ def test_scores_are_those_of_the_tokens_one_by_one(lm):
     logits, _ = decode(lm.model, lm.params, score.tokens[None], begin(lm.model, lm.params, 1, decoding=True))
     expected = np.take_along_axis(jax.nn.log_softmax(logits[0, :-1]), score.tokens[1:, None], axis=1)[:, 0]
     np.testing.assert_allclose(score.log_probabilities[1:], expected, atol=1e-5)
+    likely = np.argmax(logits[0, :-1], axis=-1)
+    assert score.most_likely.tolist() == [False, *(likely == score.tokens[1:])]
+    assert lm.score([*score.tokens[:-1], likely[-1]]).most_likely[-1]
 
 
 @pytest.mark.parametrize("length", [1, 2, W, 3 * W + 1, C * W])

@@ -22,7 +22,6 @@ from ways import (
     check_parts,
     check_segments,
     check_token_by_token,
-    check_tokens_at_once,
     decode,
     read,
     starts,
@@ -160,13 +159,8 @@ def test_every_mixer_is_here():
 
 
 @of_each_mixer
-def test_token_by_token_equals_segments(name):
+def test_decoding_equals_segments(name):
     check_token_by_token(*make(name))
-
-
-@of_each_carry
-def test_tokens_at_once_equal_them_one_by_one(name):
-    check_tokens_at_once(*make(name))
 
 
 def test_a_decoder_without_a_window():

@@ -243,8 +243,8 @@ def test_tokens_at_once_are_those_one_by_one(architecture, changes, monkeypatch)
 def test_how_texts_are_cut(read, remaining, counts, size, are_blocks):
     model, params = make("llama", max_positions=512, window_length=512)
     reader = TextReader(model, params, 1024)
-    found = reader._next(np.array(read), np.array(remaining))
-    assert (found[0].tolist(), *found[1:]) == (counts, size, are_blocks)
+    actual = reader._next(np.array(read), np.array(remaining))
+    assert (actual[0].tolist(), *actual[1:]) == (counts, size, are_blocks)
 
 
 def test_how_windows_that_overlap_are_cut():

@@ -56,43 +56,45 @@ def assert_same(ours, theirs):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, theirs)
 
 
-def check_token_by_token(model, params):
-    """Decoding equals the segments, also after changes from decoding to segments and back."""
-    segments = np.split(tokens_of(2, 12), 3, axis=1)
-    expected, carry = [], begin(model, params, 2)
-    for segment in segments:
-        logits, carry = read(model, params, segment, carry, starts(2, 4))
-        expected.append(logits)
-    carry, module = begin(model, params, 2, decoding=True), model.bind(params)
-    first, carry = decode(model, params, segments[0], carry)
-    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 4))
-    third, _ = decode(model, params, segments[2], module.begin_decoding(carry))
-    assert_same([first, second, third], expected)
+# The numbers of tokens that two lanes decode at once: none, parts of blocks, and whole blocks; in all 4 blocks of each.
+PIECES = np.array([(3, 1), (1, 3), (0, W), (W, 0), (W, W), (2, 3), (2, 1)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def read_tokens(model, params, tokens, counts, carry):
+def decode_tokens(model, params, tokens, counts, carry):
     module = model.bind(params)
     outputs, carry = module.read_tokens(tokens, counts, carry)
     return module.logits(module.finish(outputs[-1], None)), carry
 
 
-def check_tokens_at_once(model, params):
-    """Several tokens of a block equal the same one by one, in lanes at different places, also whole blocks and none."""
-    tokens = tokens_of(2, 12)
-    expected, _ = decode(model, params, tokens, begin(model, params, 2, decoding=True))
-    carry, place = begin(model, params, 2, decoding=True), np.zeros(2, int)
-    for counts in 3 * [(3, 1), (1, 2), (2, 1), (2, W), (W, 0), (0, W)]:
-        # After the tokens come others, which must have no effect.
-        some = np.stack([tokens[lane, at : at + W] for lane, at in enumerate(place)])
-        some = np.where(np.arange(W) < np.array(counts)[:, None], some, V - 1)
-        logits, carry = read_tokens(model, params, some, np.array(counts), carry)
+def decode_pieces(model, params, tokens, carry):
+    """Reads 4 blocks of two lanes in `PIECES`; returns as `decode`. The padding has vectors of NaN, as unknown ids."""
+    logits, place, unknown = [[], []], np.zeros(2, int), np.iinfo(np.int32).max
+    for counts in PIECES:
+        piece = np.full((2, W), unknown, np.int32)
         for lane, (at, count) in enumerate(zip(place, counts)):
-            assert_same(logits[lane, :count], expected[lane, at : at + count])
+            piece[lane, :count] = tokens[lane, at : at + count]
+        some, carry = decode_tokens(model, params, piece, counts, carry)
+        for lane, count in enumerate(counts):
+            logits[lane].append(some[lane, :count])
         place += counts
-    assert carry.position.tolist() == place.tolist()
-    logits, _ = decode(model, params, tokens[[0, 1], place][:, None], carry)
-    assert_same(logits[:, 0], expected[[0, 1], place])
+    assert place.tolist() == [tokens.shape[1]] * 2
+    return np.stack([np.concatenate(x) for x in logits]), carry
+
+
+def check_token_by_token(model, params):
+    """Decoding one token or several at a time equals the segments, also after changes from one to the other."""
+    segments = np.split(tokens_of(2, 16), 4, axis=1)
+    expected, carry = [], begin(model, params, 2)
+    for segment in segments:
+        logits, carry = read(model, params, segment, carry, starts(2, 4))
+        expected.append(logits)
+    carry, module = begin(model, params, 2, decoding=True), model.bind(params)
+    first, carry = decode_pieces(model, params, segments[0], carry)
+    second, carry = read(model, params, segments[1], module.end_decoding(carry), starts(2, 4))
+    third, carry = decode(model, params, segments[2], module.begin_decoding(carry))
+    fourth, _ = decode_pieces(model, params, segments[3], carry)
+    assert_same([first, second, third, fourth], expected)
 
 
 def check_lanes(model, params):

@@ -29,8 +29,8 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 CALLS = {
     "begin": "(parameters, lanes int32[b]) -> the carry of b empty documents",
     "segment, block, token": "(parameters, carry, tokens int32[b, n], the next of each int32[b, n], counts int32[b]) "
-    "-> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry). A segment begins with a "
-    "block, and is read whole. Of the others the first `counts` tokens are read, which must be in the current block.",
+    "-> (log-probabilities of the next ones float32[b, n], last logits float32[b, v], carry). The first `counts` tokens"
+    " are read, which must be in the current block; of a segment, which begins with a block, all (counts = n).",
 }
 """The arguments and results of the programs; parameters and carry are lists of arrays."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import GenerationState
+from meliad_like.generation.reading import GenerationState, longest_text
 from meliad_like.generation.sampling import writable_tokens
 from meliad_like.layers.lanes import choose_lanes, take_lanes
 from meliad_like.models.model import Model
@@ -78,7 +78,8 @@ def beam_search(
         raise UserError(f"tokens={num_tokens} must be at least 1")
     ends = np.isin(np.arange(vocabulary.size), list(config.end_tokens))
     texts = (state.carry, state.token, ends, allowed, np.float32(config.length_penalty))
-    carry, beams = _search(model, params, *texts, width=config.width, num_tokens=num_tokens)
+    longest = longest_text(model, state.num_read + num_tokens)
+    carry, beams = _search(model, params, *texts, width=config.width, num_tokens=num_tokens, longest=longest)
     beams = Beams(*map(np.asarray, beams))
     last = np.take_along_axis(beams.tokens, beams.length[..., None] - 1, axis=-1).reshape(-1)
     num_read = np.repeat(state.num_read, config.width) + beams.length.reshape(-1)
@@ -86,7 +87,7 @@ def beam_search(
     return beams, GenerationState(carry, last, key, num_read, np.zeros(len(last), bool))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("width", "num_tokens"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("width", "num_tokens", "longest"))
 def _search(
     model: Model,
     params,
@@ -98,6 +99,7 @@ def _search(
     *,
     width: int,
     num_tokens: int,
+    longest: int | None,
 ):
     """The carry of all hypotheses, [b * width] lanes, and the `Beams`."""
     module, b = model.bind(params), len(token)
@@ -113,7 +115,7 @@ def _search(
 
     def extend(loop):
         step, carry, token, beams = loop
-        logits, next_carry = module.decode_step(token, carry)
+        logits, next_carry = module.decode_step(token, carry, longest)
         carry = choose_lanes(beams.ended.reshape(-1), carry, next_carry)
         parent, token, beams = _best(beams, logits.reshape(b, width, -1), step, ends, allowed, length_penalty)
         # Each hypothesis continues with the memory of the one that it extends.

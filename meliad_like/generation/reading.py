@@ -28,7 +28,7 @@ FEW_TOKENS = 16
 SEVERAL_TOKENS = 128
 """The next number of tokens for which a program is compiled; larger ones are powers of two."""
 SHORT_TEXT = 512
-"""A number of tokens up to which attention to longer texts leaves out what is empty; so do its products with 4."""
+"""Attention to longer texts leaves out what is behind the first 512, 2,048, 8,192 ... tokens, if no text has more."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -116,7 +116,7 @@ class TextReader:
                 start = (num_read == 0)[:, None] & (np.arange(size // self._window_length) == 0)
                 carry, results = _read_blocks(*common, start, lanes, requested=requested)
             else:
-                longest = self._longest((num_read + counts)[counts > 0])
+                longest = longest_text(self._model, (num_read + counts)[counts > 0])
                 carry, results = _read_tokens(*common, counts, lanes, requested=requested, longest=longest)
             on_host = {name: np.asarray(result) for name, result in results.items()}
             for lane in np.flatnonzero(counts).tolist():
@@ -135,7 +135,7 @@ class TextReader:
     def _next(
         self, num_read: Int[np.ndarray, " b"], remaining: Int[np.ndarray, " b"]
     ) -> tuple[Int[np.ndarray, " b"], int, bool]:
-        """The number of tokens that each text reads next, this number with padding, and whether they are whole blocks.
+        """The number of tokens that each text reads next, the number with padding, and whether they are whole blocks.
         How a text is cut depends on no other text."""
         w = self._window_length
         offset = block_offset(num_read, w, self._overlap)
@@ -150,12 +150,14 @@ class TextReader:
             return counts, min(max(power_of_two(int(counts.max())), SEVERAL_TOKENS), w), False
         return counts, min(FEW_TOKENS, w), False
 
-    def _longest(self, num_read: Int[np.ndarray, " _"]) -> int | None:
-        """A bound of these numbers, one of few; None: none that is much less than what the model's tokens see."""
-        longest = SHORT_TEXT
-        while longest < num_read.max():
-            longest *= 4
-        return longest if 4 * longest <= self._model.num_visible else None
+
+def longest_text(model: Model, num_tokens: Int[np.ndarray, " _"]) -> int | None:
+    """The smallest of 512, 2,048, 8,192 ... that none of these lengths of texts exceeds (`LayerContext.longest`); None
+    if it is more than a quarter of what a token sees."""
+    longest = SHORT_TEXT
+    while longest < num_tokens.max():
+        longest *= 4
+    return longest if 4 * longest <= model.num_visible else None
 
 
 def power_of_two(n: int) -> int:
@@ -202,7 +204,7 @@ def _read_blocks(model: Model, params, carry, tokens, targets, start, lanes, *, 
     """Reads whole blocks in the flagged lanes (None: in all): returns the carry and the results."""
     module = model.bind(params)
     outputs, next_carry = read_while_decoding(module, tokens, carry, start, every_layer=bool(requested.layers))
-    return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
+    return choose_lanes(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("requested", "longest"), donate_argnums=2)
@@ -212,11 +214,7 @@ def _read_tokens(
     """Reads the first `counts` tokens of flagged lanes (None: of all) at once: returns the carry and the results."""
     module = model.bind(params)
     outputs, next_carry = module.read_tokens(tokens, counts, carry, longest)
-    return _chosen(lanes, next_carry, carry), _results(module, outputs, targets, requested)
-
-
-def _chosen(lanes: Bool[Array, " b"] | None, flagged: Any, unflagged: Any) -> Any:
-    return flagged if lanes is None else choose_lanes(lanes, flagged, unflagged)
+    return choose_lanes(lanes, next_carry, carry), _results(module, outputs, targets, requested)
 
 
 def save_state(path: str | Path, state: GenerationState, unfinished: bytes, identity: dict[str, Any]) -> None:

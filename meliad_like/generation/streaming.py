@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meliad_like.errors import UserError
-from meliad_like.generation.reading import NO_TOKEN, WITHOUT_COPIES, GenerationState, RequestedResults, TextReader
+from meliad_like.generation.reading import (
+    NO_TOKEN,
+    WITHOUT_COPIES,
+    GenerationState,
+    RequestedResults,
+    TextReader,
+    longest_text,
+)
 from meliad_like.generation.sampling import SamplingConfig, sample, writable_tokens
 from meliad_like.models.model import Model
 from meliad_like.vocabularies.base import Vocabulary
@@ -96,7 +103,7 @@ class Generator(TextReader):
         while num_tokens > 0 and not state.ended.all():
             is_active = ~state.ended
             arguments = (state.carry, state.token, state.key, is_active, min(num_tokens, chunk))
-            longest = self._longest(state.num_read[is_active] + chunk)
+            longest = longest_text(self._model, state.num_read[is_active] + chunk)
             carry, key, written, count = self._write_tokens(*arguments, longest=longest)
             written = np.asarray(written)[:, : int(count)]
             num_tokens -= written.shape[1]

@@ -84,6 +84,11 @@ class HarnessModel(TemplateLM):
         super().__init__()
         is_open = isinstance(checkpoint, LanguageModel)
         self.lm = checkpoint if is_open else load(checkpoint, step=step, gin_params=gin_params, dtype=dtype)
+        if reason := self.lm.model.config.traits.needs_segments:
+            raise UserError(
+                f"what this model remembers depends on where segments end ({reason}), and a task's texts have no "
+                "segments: use python -m meliad_like.evaluate"
+            )
         self._name = "" if is_open else str(checkpoint)
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 
@@ -159,7 +164,7 @@ class HarnessModel(TemplateLM):
             if len(batch) == self._batch_size:
                 results.update(self._score(batch))
                 batch.clear()
-        for batch in filter(None, batches.values()):
+        for batch in batches.values():
             results.update(self._score(batch))
         return list(results.values())
 
@@ -171,26 +176,32 @@ class HarnessModel(TemplateLM):
         start = questions[0].num_read if questions else 0
         yield from (question for question in questions if question.num_before < start + SHORTEST)
         longer = (question for question in questions if question.num_before >= start + SHORTEST)
-        for _, group in itertools.groupby(longer, lambda question: question.rest[:SHORTEST]):
-            members = list(group)
-            first, last = members[0], members[-1]
-            # All of them begin with what the first and the last of the sorted ones share.
-            stop = min(_num_shared(first.tokens, last.tokens), *(question.num_before for question in members))
-            if len(members) == 1 and len(first.rest) <= self.lm.opened.run.data.segment_length:
-                yield first
-                continue
-            state = self.lm.read(first.tokens[start:stop], first.state)
-            with_state = [question._replace(num_read=stop, state=state) for question in members]
-            yield from with_state if len(members) == 1 else self._with_states(with_state)
+        groups = [list(group) for _, group in itertools.groupby(longer, lambda question: question.rest[:SHORTEST])]
+        yield from (group[0] for group in groups if len(group) == 1)
+        for some in self._side_by_side([group for group in groups if len(group) > 1]):
+            # All of a group begin with what the first and the last of the sorted ones share.
+            shared = (_num_shared(group[0].tokens, group[-1].tokens) for group in some)
+            stops = [min(stop, *(question.num_before for question in group)) for stop, group in zip(shared, some)]
+            texts = [group[0].tokens[start:stop] for stop, group in zip(stops, some)]
+            for group, stop, state in zip(some, stops, self.lm.read_batch(texts, some[0][0].state)):
+                yield from self._with_states([question._replace(num_read=stop, state=state) for question in group])
 
     def _score(self, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """The index of each question, the log-probability of its scored tokens, and whether all were most likely."""
-        # Unused lanes repeat the last one, so that programs are compiled for one number of lanes.
-        lanes = (questions + questions[-1:] * self._batch_size)[: self._batch_size]
-        states = [question.state or self.lm.begin() for question in lanes]
-        for question, score in zip(questions, self.lm.score_batch([x.rest for x in lanes], states)):
-            nats, greedy = score.log_probabilities[-question.num_scored :], score.most_likely[-question.num_scored :]
-            yield question.index, (float(nats.sum(dtype=np.float64)), bool(greedy.all()))
+        begin = self.lm.begin()
+        for some in self._side_by_side(questions):
+            scores = self.lm.score_batch([x.rest for x in some], [x.state or begin for x in some])
+            for question, score in zip(some, scores, strict=True):
+                scored = np.s_[-question.num_scored :]
+                nats = score.log_probabilities[scored].sum(dtype=np.float64)
+                yield question.index, (float(nats), bool(score.most_likely[scored].all()))
+
+    def _side_by_side(self, items: list[Any]) -> Iterator[list[Any]]:
+        """The items in batches whose sizes are powers of two, so that few programs are compiled."""
+        while items:
+            count = 1 << (min(len(items), self._batch_size).bit_length() - 1)
+            yield items[:count]
+            items = items[count:]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text in nats, read from its beginning to its end with the model's memory."""

@@ -92,19 +92,6 @@ def ring_square(by_distance: Float[Array, "h w"]) -> Float[Array, "h w w"]:
     return tiled[:, :, ::-1]
 
 
-def ring_distances(position: Int[Array, " b"], n: int, size: int) -> Int[Array, "b n s"]:
-    """The number of tokens from each of the next `n` tokens of a lane back to those in a ring of `size`, in which the
-    token at position `p` of its document is in column `p % size`; and if there are several, to each other. A token sees
-    those at the distances 1 to `size`, of its document those up to its own position. `position` is that of the first.
-    """
-    token = np.arange(n)
-    ring = (position[:, None, None] - np.arange(size) - 1) % size + 1 + token[:, None]
-    if n == 1:
-        return ring
-    among = jnp.broadcast_to(token[:, None] - token, (ring.shape[0], n, n))
-    return jnp.concatenate([ring, among], axis=-1)
-
-
 def with_tokens(cached: Array, new: Array, places: Int[Array, "b n"], counts: Int[Array, " b"], *, axis: int) -> Array:
     """`cached` with the first `counts` new tokens of each lane in these places along `axis`."""
     lanes, is_read = jnp.arange(places.shape[0])[:, None], np.arange(places.shape[1]) < counts[:, None]
@@ -230,21 +217,37 @@ def attend_window(
         previous_valid: whether the block before belongs to the same document; if not, it is masked.
         multiplier: dropout of the weights, shared by lanes and blocks.
     """
-    within_block = np.tri(query.shape[-2], k=-1, dtype=bool)
-
-    def scores_with(key):
-        return jnp.einsum("bchtk,bchsk->bchts", query, key, preferred_element_type=jnp.float32)
-
-    def mix(weights, value):
-        return jnp.einsum("bchts,bchsk->bchtk", weights, value, preferred_element_type=jnp.float32)
-
-    by_column = ring_square(bias)
+    b, c, h, w = query.shape[:-1]
+    within_block, by_column = np.tri(w, k=-1, dtype=bool), ring_square(bias)
     # As in `attend`; a query sees either all distances or those within its block.
     valid = previous_valid[:, :, None, None, None]
     largest = jnp.where(valid, _largest(bias)[:, None], _largest(jnp.where(within_block, by_column, MASKED)))
+    bias = for_all(by_column, (b, c, h, w, w)) - largest
+    blocks = (previous_key, previous_value), (key, value)
+    return attend_folded(query, *blocks, within_block, within_block | valid, bias, multiplier)
+
+
+def attend_folded(
+    query: Float[Array, "*batch h t k"],
+    old: tuple[Float[Array, "*batch h w k"], Float[Array, "*batch h w k"]],
+    new: tuple[Float[Array, "*batch h w k"], Float[Array, "*batch h w k"]],
+    is_new: Bool[Array, "..."] | Bool[np.ndarray, "..."],
+    seen: Bool[Array, "..."],
+    bias: Float[Array, "..."],
+    multiplier: Float[Array, "..."] | None = None,
+) -> Float[Array, "*batch h t k"]:
+    """Attention to a ring of `w` columns, each of which has an old key with its value and a new one. A query sees the
+    new ones where `is_new`, elsewhere the old ones; and of these columns those that are `seen`."""
+
+    def scores_with(key):
+        return jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)
+
+    def mix(weights, value):
+        return jnp.einsum("...hts,...hsk->...htk", weights, value, preferred_element_type=jnp.float32)
+
+    (old_key, old_value), (new_key, new_value) = old, new
     # The two halves of the tile are separate products: on a CPU this is faster than concatenated keys of length 2w.
-    scores = jnp.where(within_block, scores_with(key), scores_with(previous_key))
-    scores = jnp.where(within_block | valid, scores + (for_all(by_column, scores.shape) - largest), MASKED)
-    weights, total = weigh(scores, value.dtype, multiplier)
-    mixed = mix(jnp.where(within_block, 0, weights), previous_value) + mix(jnp.where(within_block, weights, 0), value)
-    return average(mixed, total, value.dtype)
+    scores = jnp.where(is_new, scores_with(new_key), scores_with(old_key))
+    weights, total = weigh(jnp.where(seen, scores + bias, MASKED), new_value.dtype, multiplier)
+    mixed = mix(jnp.where(is_new, 0, weights), old_value) + mix(jnp.where(is_new, weights, 0), new_value)
+    return average(mixed, total, new_value.dtype)

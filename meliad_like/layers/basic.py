@@ -359,6 +359,7 @@ def tiled_dropout(x: Float[Array, "*batch n d"], rate: float, key: PRNGKeyArray 
     return (x.reshape(x.shape[0], n // tile, tile, d) * mask).reshape(x.shape)
 
 
-def only_first(new: Float[Array, "b h n k"], counts: Int[Array, " b"]) -> Float[Array, "b h n k"]:
-    """The first `counts` new tokens of each lane, and zeros after them: weights of 0 do not hide what may be NaN."""
-    return jnp.where((np.arange(new.shape[2]) < counts[:, None])[:, None, :, None], new, 0)
+def only_first(new: Float[Array, "b ..."], counts: Int[Array, " b"], *, axis: int) -> Float[Array, "b ..."]:
+    """The first `counts` tokens of each lane along `axis`, and zeros after them: a weight of 0 does not hide a NaN."""
+    is_read = np.arange(new.shape[axis]) < counts[:, None]
+    return jnp.where(jnp.expand_dims(is_read, [i for i in range(1, new.ndim) if i != axis]), new, 0)

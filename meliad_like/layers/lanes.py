@@ -24,8 +24,11 @@ def join_lanes(carries: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *carries)
 
 
-def choose_lanes(flags: Bool[Array, " b"], flagged: Any, unflagged: Any) -> Any:
-    """A carry with the lanes of `flagged` where their flag is true, and the lanes of `unflagged` elsewhere."""
+def choose_lanes(flags: Bool[Array, " b"] | None, flagged: Any, unflagged: Any) -> Any:
+    """A carry with the lanes of `flagged` where their flag is true, and the lanes of `unflagged` elsewhere. None: all
+    are flagged."""
+    if flags is None:
+        return flagged
 
     def choose(flagged: Array, unflagged: Array) -> Array:
         if flagged is unflagged:

@@ -133,10 +133,9 @@ class LanguageModel:
         """`score` of several texts; `states`: the state before all of them, or one for each."""
         encoded, start = self._encoded(texts, states)
         scores, batch = self._generator().score(start, [text.tokens for text in encoded])
-        states = [State(self.opened, batch, lane, text.unfinished) for lane, text in enumerate(encoded)]
         return [
-            Score(text.tokens, -nats, correct, text.num_bytes, state)
-            for text, (nats, correct), state in zip(encoded, scores, states)
+            Score(text.tokens, -nats, correct, text.num_bytes, State(self.opened, batch, lane, text.unfinished))
+            for lane, (text, (nats, correct)) in enumerate(zip(encoded, scores))
         ]
 
     def forward(self, text: Text, state: State | None = None, *, layers: Sequence[int] = ()) -> Outputs:

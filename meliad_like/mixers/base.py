@@ -85,7 +85,7 @@ class LayerContext(NamedTuple):
     axes `b` and `c` first; while decoding `b`."""
     longest: int | None = None
     """While decoding, a number of tokens that no document exceeds with those that are read, so that attention can leave
-    out what is empty; None: unknown."""
+    out what is empty; None: unknown. Lanes whose results and carries nobody uses may exceed it."""
 
     @property
     def start(self) -> Bool[Array, "b c"]:

@@ -15,7 +15,7 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads, ring_distances
+from meliad_like.layers.attention import LOWEST, MASKED, attend, average, merge_heads
 from meliad_like.layers.basic import only_first
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.memory_search import PIECE, Memory, remember
@@ -107,18 +107,20 @@ class DenseAttention(Mixer):
 
     def decode(self, x, counts, context, carry):
         m, n, (key, value, query) = self.config.num_slots, x.shape[1], self.heads.of(x)
-        number = np.arange(n)
-        position, distance = carry.position[:, None] + number, ring_distances(carry.position, n, m)
+        token, (keys, values) = np.arange(n), carry.memory
+        # How far back the token in each slot is, and if there are several new ones, they are from each other.
+        distance = (carry.position[:, None, None] - np.arange(m) - 1) % m + 1 + token[:, None]
+        if n > 1:
+            among = jnp.broadcast_to(token[:, None] - token, (x.shape[0], n, n))
+            distance = jnp.concatenate([distance, among], axis=-1)
+            keys, values = (keys, key), (values, only_first(value, counts, axis=2))
         seen = (0 < distance) & (distance <= m)
         if self.shape.mask_empty_cache:
-            seen &= distance <= position[..., None]
-        keys, values = carry.memory
-        if n > 1:
-            keys, values = (keys, key), (values, only_first(value, counts))
+            seen &= distance <= (carry.position[:, None] + token)[..., None]
         result = merge_heads(attend(query, keys, values, mask=seen[:, None]))
         # Of two writes to a slot either may be the last.
-        kept = (counts[:, None] - m <= number) & (number < counts[:, None])
-        memory = remember(carry.memory, key, value, position, kept)
+        is_written = (counts[:, None] - m <= token) & (token < counts[:, None])
+        memory = remember(carry.memory, key, value, carry.position[:, None] + token, is_written)
         return result, DenseCarry(memory, carry.position + counts)
 
 

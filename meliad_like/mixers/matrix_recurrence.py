@@ -85,7 +85,7 @@ class MatrixRecurrence(Mixer):
         `rule`."""
         raise NotImplementedError
 
-    def moved(self, matrix: Float[Array, "b h p k"], n: int | Int[Array, " b"]) -> Float[Array, "b h p k"]:
+    def moved(self, matrix: Float[Array, "b h p k"], n: Int[Array, "#b"]) -> Float[Array, "b h p k"]:
         """The states after `n` tokens, for a rule in whose keys positions count from the first token that is read."""
         del n
         return matrix
@@ -114,14 +114,14 @@ class MatrixRecurrence(Mixer):
             convolve = partial(_one_by_one, partial(convolve, kernel=kernels[0]))
         else:
             convolve = partial(_side_by_side, convolve)
-        return self._read(x, num_parts() * x.shape[1], carry, convolve, read)
+        return self._read(x, jnp.array([num_parts() * x.shape[1]]), carry, convolve, read)
 
     def decode(self, x, counts, context, carry):
         b, n = x.shape[:2]
 
         def read(rule, matrix):
             # Tokens after `counts` neither decay the states nor write to them.
-            rule = jax.tree.map(lambda y: only_first(y, counts), rule.without_step())
+            rule = jax.tree.map(lambda y: only_first(y, counts, axis=2), rule.without_step())
             if n == 1:
                 matrix, y = read_token(matrix, jax.tree.map(lambda z: z[:, :, 0], rule))
                 return matrix, self._normed_by_head(y[:, :, None])
@@ -134,7 +134,9 @@ class MatrixRecurrence(Mixer):
     def _normed_by_head(self, y: Float[Array, "b h n p"]) -> Float[Array, "b h n p"]:
         return y if self.norm_epsilon is None else over_root_mean_square(y, self.norm_epsilon)
 
-    def _read(self, x: Float[Array, "b n d"], n: Any, carry: MatrixCarry, convolve: Callable, read: Callable):
+    def _read(
+        self, x: Float[Array, "b n d"], n: Int[Array, "#b"], carry: MatrixCarry, convolve: Callable, read: Callable
+    ):
         inputs, others = self.project(x)
         recent = carry.recent
         if filters := self.convolution():

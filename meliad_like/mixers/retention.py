@@ -84,8 +84,7 @@ class RetentionMixer(ConstantDecay):
         return rotate(x, positions, wavelengths(self.sizes.key_size))
 
     def moved(self, matrix, n):
-        by_row = n[:, None, None] if isinstance(n, jax.Array) else n
-        return self._placed(matrix, jnp.zeros(matrix.shape[2], int) - by_row)
+        return self._placed(matrix, jnp.zeros(matrix.shape[2], int) - n[:, None, None])
 
     def gated(self, y, gate):
         return y * jax.nn.silu(gate)

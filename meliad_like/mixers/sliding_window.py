@@ -1,6 +1,7 @@
 """Sliding-window attention: every token sees the `w` tokens before it (Block-Recurrent Transformers, section 3)."""
 
 import functools
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -17,16 +18,17 @@ from meliad_like.kernels.window_tpu import Projected
 from meliad_like.layers.attention import (
     KeysAndValues,
     attend,
+    attend_folded,
     attend_window,
     merge_heads,
-    ring_distances,
+    ring_square,
     scaled,
     split_heads,
     unit,
     with_tokens,
 )
 from meliad_like.layers.backend import platform
-from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, only_first, parameter
+from meliad_like.layers.basic import Linear, kept_by_dropout, multiplier_of, parameter
 from meliad_like.layers.flops import Flops
 from meliad_like.layers.lanes import at_lanes
 from meliad_like.layers.sharding import from_left
@@ -69,16 +71,16 @@ class WindowInputs(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """The queries of the next tokens of every lane, the keys and values of the ring of tokens before the first of them,
-    and if there are several, their own."""
+    """The queries of the next tokens of every lane, and the rings of keys and values before and after these tokens."""
 
     query: Float[Array, "b h n k"]
     """Queries of unit length times the attention scale, without positions."""
     placed_query: Float[Array, "b h n k"]
-    placed_keys: tuple[Float[Array, "b h _ k"], ...]
-    values: tuple[Float[Array, "b h _ k"], ...]
-    distance: Int[Array, "b n s"]
-    """The distances (`ring_distances`) to all these keys."""
+    old: tuple[Float[Array, "b h w k"], Float[Array, "b h w k"]]
+    """Keys with positions, and values."""
+    new: tuple[Float[Array, "b h w k"], Float[Array, "b h w k"]]
+    offset: Int[Array, "b n"]
+    """The offsets of the new tokens in their block; those of padding may be behind it."""
 
 
 class TokenHeads(nnx.Module):
@@ -189,27 +191,35 @@ class TokenHeads(nnx.Module):
         self, y: Float[Array, "b n d"], counts: Int[Array, " b"], cache: TokenCache
     ) -> tuple[TokenInputs, TokenCache]:
         """The heads of the next tokens of each lane's block, and the cache with the first `counts` of them."""
-        n, (key, value, query) = y.shape[1], self._split(self.key(y), self.value(y), self.query(y))
-        offset = (cache.position % self.w)[:, None] + np.arange(n)
+        key, value, query = self._split(self.key(y), self.value(y), self.query(y))
+        offset = (cache.position % self.w)[:, None] + np.arange(y.shape[1])
         place, write = (self.w + offset)[:, None], functools.partial(with_tokens, places=offset, counts=counts, axis=2)
-        placed_key = self.position.placed(key, place)
-        # A token doesn't see itself, so the keys that these replace, w tokens before each, are still there.
-        keys, values = (cache.key if cache.placed_key is None else cache.placed_key,), (cache.value,)
-        if n > 1:
-            keys, values = (*keys, placed_key), (*values, only_first(value, counts))
+        after = TokenCache(write(cache.key, key), write(cache.value, value), cache.position + counts)
+        if cache.placed_key is not None:
+            after = after._replace(placed_key=write(cache.placed_key, self.position.placed(key, place)))
         inputs = TokenInputs(
-            query=scaled(query, self.attention_scale),
-            placed_query=self.placed_query(query, place),
-            placed_keys=keys,
-            values=values,
-            distance=ring_distances(cache.position, n, self.w),
+            scaled(query, self.attention_scale),
+            self.placed_query(query, place),
+            old=(cache.key if cache.placed_key is None else cache.placed_key, cache.value),
+            new=(after.key if after.placed_key is None else after.placed_key, after.value),
+            offset=offset,
         )
-        placed = None if cache.placed_key is None else write(cache.placed_key, placed_key)
-        return inputs, TokenCache(write(cache.key, key), write(cache.value, value), cache.position + counts, placed)
+        return inputs, after
 
-    def bias_at(self, distance: Int[Array, "b n s"], longest: int) -> Float[Array, "b h n s"]:
-        """The `bias` at these distances, of which some are in 1 to `longest`; elsewhere it has no meaning."""
-        return jnp.moveaxis(jnp.take(self.bias(longest), distance - 1, axis=1, mode="clip"), 0, 1)
+    def bias_at(
+        self,
+        distance: Int[Array, "b n s"],
+        offset: Int[Array, "b n"],
+        longest: int,
+        square: Callable[[Float[Array, "h longest"]], Float[Array, "h w s"]],
+    ) -> Float[Array, "b h n s"]:
+        """The bias of tokens at these offsets for keys at these distances, where they are between 1 and `longest`.
+        `square` lays the bias by distance out for the tokens of a block and the keys in the cache."""
+        by_distance = self.bias(longest)
+        if distance.shape[1] == 1:
+            return jnp.moveaxis(jnp.take(by_distance, distance - 1, axis=1, mode="clip"), 0, 1)
+        # Looking up whole rows is much faster than single numbers.
+        return jnp.moveaxis(jnp.take(square(by_distance), offset, axis=1, mode="clip"), 0, 1)
 
 
 def _block_before(blocks: Float[Array, "b c h w k"], cached: Float[Array, "b h w k"]) -> Float[Array, "b c h w k"]:
@@ -287,15 +297,19 @@ class WindowAttention(Mixer):
         self, x: Float[Array, "b n d"], counts: Int[Array, " b"], cache: TokenCache
     ) -> tuple[Float[Array, "b h n k"], TokenInputs, TokenCache]:
         """The same as `attend` for the next tokens of each lane's block (`Mixer.decode`)."""
-        position, w = cache.position[:, None] + np.arange(x.shape[1]), self.shape.window_length
-        inputs, cache = self.heads.tokens(x, counts, cache)
-        distance = inputs.distance
-        seen = (0 < distance) & (distance <= w)
-        if self.shape.mask_empty_cache:
-            seen &= distance <= position[..., None]
-        bias = self.heads.bias_at(distance, w)
-        mixed = attend(inputs.placed_query, inputs.placed_keys, inputs.values, bias, seen[:, None])
-        return mixed, inputs, cache
+        w, (inputs, after) = self.shape.window_length, self.heads.tokens(x, counts, cache)
+        column, offset = np.arange(w), inputs.offset[..., None]
+        bias = self.heads.bias_at((offset - column - 1) % w + 1, inputs.offset, w, ring_square)
+        # The columns from a token's own on have tokens of the block before.
+        seen = column < offset
+        seen |= (cache.position >= w)[:, None, None] if self.shape.mask_empty_cache else True
+        # A token doesn't see itself, so one alone sees the ring as it was.
+        if x.shape[1] == 1:
+            mixed = attend(inputs.placed_query, *inputs.old, bias, seen[:, None])
+        else:
+            is_new = (offset[:, :1] <= column) & (column < offset)
+            mixed = attend_folded(inputs.placed_query, inputs.old, inputs.new, is_new[:, None], seen[:, None], bias)
+        return mixed, inputs, after
 
     @staticmethod
     def flops(shape: DecoderShape) -> Flops:

@@ -285,7 +285,7 @@ class BaseDecoder(nnx.Module):
         return DecoderCarry(jnp.zeros((b,), jnp.int32), [layer.init_carry(b, self.dtype) for layer in self.layers])
 
     def begin_decoding(self, carry: Any) -> Any:
-        """Converts a carry for segments to a carry for `decode_step`, with the arrays that only decoding needs."""
+        """Converts a carry for segments to one for decoding, with the arrays that only decoding needs."""
         both = zip(self.layers, carry.layers, strict=True)
         return carry._replace(layers=[layer.begin_decoding(one) for layer, one in both])
 

@@ -94,14 +94,13 @@ class SequenceMix(nnx.Module):
         kernel = self.kernel[: self.w].astype(x.dtype)
         return jnp.einsum("so,bsd->bod", kernel, x, preferred_element_type=jnp.float32)
 
-    def of_some(
+    def of_next_tokens(
         self, x: Float[Array, "b n d"], offset: Int[Array, "b n"], counts: Int[Array, " b"]
     ) -> Float[Array, "b out d"]:
         """The part of the result that comes from the first `counts` of these tokens, at these offsets in the window."""
         x = x if self.token_norm is None else self.token_norm(x)
-        x = only_first(x[:, None].astype(jnp.float32), counts)[:, 0]
-        kernel = jnp.take(self.kernel[...], offset, axis=0, mode="clip")
-        return jnp.einsum("bno,bnd->bod", kernel, x, precision="highest")
+        rows = jnp.take(self.kernel[...], offset, axis=0, mode="clip")
+        return jnp.einsum("bno,bnd->bod", rows, only_first(x.astype(jnp.float32), counts, axis=1), precision="highest")
 
     def add_summaries(self, mixed: Float[Array, "b out d"], x: Float[Array, "b u d"]) -> Float[Array, "b out d"]:
         """The whole result, from the part of the tokens and the summary tokens."""
@@ -336,21 +335,19 @@ class MelodiLayer(Layer):
 
     def decode(self, x, counts, context, carry):
         r, w, heads = self.config.short_length, self.shape.window_length, self.heads
-        position = carry.window.position
-        offset, age = (position % w)[:, None] + np.arange(x.shape[1]), position // w
-        inputs, window = heads.tokens(self.norm(x), counts, carry.window)
-        # Of the ring, a token sees what belongs to its window.
-        distance = jnp.where(inputs.distance <= offset[..., None], inputs.distance, 0)
-        distance = jnp.concatenate([r + offset[..., None] - np.arange(r), distance], axis=-1)
+        age, (inputs, window) = carry.window.position // w, heads.tokens(self.norm(x), counts, carry.window)
+        offset = inputs.offset
+        keys, values = inputs.new
+        distance = r + offset[..., None] - np.arange(r + w)
         result = attend(
             inputs.placed_query,
-            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), *inputs.placed_keys),
-            (carry.short_heads[1], *inputs.values),
-            heads.bias_at(distance, r + w),
-            ((distance > 0) & self._shown(age, distance.shape[-1])[:, None])[:, None],
+            (heads.position.placed(carry.short_heads[0], np.arange(w - r, w)), keys),
+            (carry.short_heads[1], values),
+            heads.bias_at(distance, offset, r + w - 1, lambda bias: toeplitz(bias, w, r)),
+            ((distance > 0) & self._shown(age, r + w)[:, None])[:, None],
         )
         x = self._finish(x, self._mix_stored(result, inputs.query, carry, age), None)
-        mixed = {name: carry.mixed[name] + mix.of_some(x, offset, counts) for name, mix in self._mixes.items()}
+        mixed = {name: carry.mixed[name] + mix.of_next_tokens(x, offset, counts) for name, mix in self._mixes.items()}
         return x, carry._replace(window=window, mixed=mixed)
 
     def end_window(
