@@ -141,7 +141,8 @@ class TextReader:
         offset = block_offset(num_read, w, self._overlap)
         inside = (offset > 0) & (remaining > 0)
         # Windows that overlap repeat tokens, which blocks of a segment don't.
-        for size in () if inside.any() or self._overlap else (self._segment_length, w):
+        sizes = () if inside.any() or self._overlap else (self._segment_length, w)
+        for size in sizes:
             if (full := remaining >= size).any():
                 return np.where(full, size, 0), size, True
         counts = np.where(inside | ~inside.any(), np.minimum(remaining, w - offset), 0)

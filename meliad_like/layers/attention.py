@@ -105,6 +105,12 @@ def _largest(scores: Float[Array, "*batch s"]) -> Float[Array, "*batch 1"]:
     return jnp.maximum(jnp.max(jax.lax.stop_gradient(scores), axis=-1, keepdims=True), LOWEST)
 
 
+def largest_bias(bias: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+    """The largest bias that each query sees. It is subtracted, which changes no weight of a softmax: so scores that
+    compete for the largest weights differ by more than float32 rounds them to, at any scale."""
+    return _largest(bias if mask is None else jnp.where(mask, bias, MASKED))
+
+
 def weigh(
     scores: Float[Array, "*batch t s"], dtype: Any, multiplier: Float[Array, "..."] | None = None
 ) -> tuple[Float[Array, "*batch t s"], Float[Array, "*batch t 1"]]:
@@ -168,10 +174,7 @@ def attend(
     products = [jnp.einsum("...htk,...hsk->...hts", query, x, preferred_element_type=jnp.float32) for x in keys]
     scores = jnp.concatenate(products, axis=-1)
     if bias is not None:
-        # A query's largest visible bias is subtracted, which changes no weight of a softmax: so scores that compete for
-        # the largest weights differ by more than float32 rounds them to, at any scale.
-        largest = _largest(bias if mask is None else jnp.where(mask, bias, MASKED))
-        scores += for_all(bias, scores.shape) - largest
+        scores += for_all(bias, scores.shape) - largest_bias(bias, mask)
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
     weights, total = weigh(scores, values[0].dtype, multiplier)

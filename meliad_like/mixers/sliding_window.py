@@ -20,6 +20,7 @@ from meliad_like.layers.attention import (
     attend,
     attend_folded,
     attend_window,
+    largest_bias,
     merge_heads,
     ring_square,
     scaled,
@@ -303,13 +304,12 @@ class WindowAttention(Mixer):
         # The columns from a token's own on have tokens of the block before.
         seen = column < offset
         seen |= (cache.position >= w)[:, None, None] if self.shape.mask_empty_cache else True
+        query, old, new, seen = inputs.placed_query, inputs.old, inputs.new, seen[:, None]
         # A token doesn't see itself, so one alone sees the ring as it was.
         if x.shape[1] == 1:
-            mixed = attend(inputs.placed_query, *inputs.old, bias, seen[:, None])
-        else:
-            is_new = (offset[:, :1] <= column) & (column < offset)
-            mixed = attend_folded(inputs.placed_query, inputs.old, inputs.new, is_new[:, None], seen[:, None], bias)
-        return mixed, inputs, after
+            return attend(query, *old, bias, seen), inputs, after
+        is_new = ((offset[:, :1] <= column) & (column < offset))[:, None]
+        return attend_folded(query, old, new, is_new, seen, bias - largest_bias(bias, seen)), inputs, after
 
     @staticmethod
     def flops(shape: DecoderShape) -> Flops:
