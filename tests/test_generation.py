@@ -22,6 +22,7 @@ from meliad_like.data.preparation import prepare
 from meliad_like.data.readers import LanesReaderConfig
 from meliad_like.errors import UserError
 from meliad_like.generation import reading
+from meliad_like.generation.beam_search import BeamConfig, beam_search
 from meliad_like.generation.reading import load_state, save_state
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator
@@ -144,13 +145,15 @@ def test_attention_to_long_texts_leaves_out_what_is_empty(config, prompt, monkey
             scores, state = generator.score(state, [prompt[:first], prompt[:second]])
             all_nats += [nats for nats, _ in scores]
         written, _ = write(generator, generator.read(generator.begin(0), [prompt[:7]]), 150)
-        return np.concatenate(all_nats), written
+        beams, _ = beam_search(model, params, BYTES, generator.read(generator.begin(0), [prompt[:7]]), 8, BeamConfig())
+        return np.concatenate(all_nats), written, beams.tokens
 
     expected = results()
     monkeypatch.setattr(reading, "SHORT_TEXT", 8)
     found = results()
     np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
     assert found[1] == expected[1]
+    np.testing.assert_array_equal(found[2], expected[2])
 
 
 def test_no_memory_is_copied_for_a_token(make_generator, prompt):

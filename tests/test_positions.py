@@ -10,7 +10,7 @@ from flax import nnx
 from ways import V, W, check_token_by_token
 
 from meliad_like.layers.rotary import LinearScaling, RotaryTable, YarnScaling
-from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal, OrthogonalBias, Rotary
+from meliad_like.mixers.positions import T5, Alibi, Fourier, Network, Orthogonal, OrthogonalBias, Rotary
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 
@@ -103,3 +103,12 @@ def test_token_by_token_equals_segments(position):
     sizes = {"num_layers": 1, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 8}
     model = Model(DecoderConfig(**sizes, window_length=W, position=position), V)
     check_token_by_token(model, model.init(jax.random.key(0)))
+
+
+def test_large_biases_are_rounded_alike():
+    sizes = {"num_layers": 1, "model_width": 8, "num_heads": 2, "head_size": 4, "feedforward_width": 8}
+    model = Model(DecoderConfig(**sizes, window_length=W, position=T5()), V)
+    params = model.init(jax.random.key(0))
+    heads = params["layers"][0]["mixers"]["sliding_window"]["heads"]
+    heads["position"] = jax.tree.map(lambda x: x + 1e6, heads["position"])
+    check_token_by_token(model, params)

@@ -28,7 +28,7 @@ FEW_TOKENS = 16
 SEVERAL_TOKENS = 128
 """The next number of tokens for which a program is compiled; larger ones are powers of two."""
 SHORT_TEXT = 512
-"""Attention to longer texts leaves out what is behind the first 512, 2,048, 8,192 ... tokens, if no text has more."""
+"""The smallest result of `longest_text`; the next ones are 4 and 16 times as large, and so on."""
 NO_TOKEN = -1
 """The `GenerationState.token` of a text without tokens."""
 WITHOUT_COPIES = {"xla_cpu_copy_insertion_use_region_analysis": True}
@@ -153,8 +153,8 @@ class TextReader:
 
 
 def longest_text(model: Model, num_tokens: Int[np.ndarray, " _"]) -> int | None:
-    """The smallest of 512, 2,048, 8,192 ... that none of these lengths of texts exceeds (`LayerContext.longest`); None
-    if it is more than a quarter of what a token sees."""
+    """The smallest of 512, 2,048, 8,192 ... that is at least each of these lengths of texts (`LayerContext.longest`);
+    None if it is more than a quarter of what a token sees."""
     longest = SHORT_TEXT
     while longest < num_tokens.max():
         longest *= 4

@@ -164,14 +164,14 @@ class HarnessModel(TemplateLM):
             if len(batch) == self._batch_size:
                 results.update(self._score(batch))
                 batch.clear()
-        for batch in batches.values():
+        for batch in filter(None, batches.values()):
             results.update(self._score(batch))
         return list(results.values())
 
     def _with_states(self, questions: list[Question]) -> Iterator[Question]:
         """Each of the questions, which are sorted and have the same state, with the state that it is scored from.
 
-        What several questions share is read once.
+        What several questions share is read once, if it has `SHORTEST` tokens.
         """
         start = questions[0].num_read if questions else 0
         yield from (question for question in questions if question.num_before < start + SHORTEST)
@@ -183,7 +183,9 @@ class HarnessModel(TemplateLM):
             shared = (_num_shared(group[0].tokens, group[-1].tokens) for group in some)
             stops = [min(stop, *(question.num_before for question in group)) for stop, group in zip(shared, some)]
             texts = [group[0].tokens[start:stop] for stop, group in zip(stops, some)]
-            for group, stop, state in zip(some, stops, self.lm.read_batch(texts, some[0][0].state)):
+            # Each has memory of its own, so that one that waits does not keep the others.
+            states = [state.copy() for state in self.lm.read_batch(texts, some[0][0].state)]
+            for group, stop, state in zip(some, stops, states, strict=True):
                 yield from self._with_states([question._replace(num_read=stop, state=state) for question in group])
 
     def _score(self, questions: list[Question]) -> Iterator[tuple[int, tuple[float, bool]]]:

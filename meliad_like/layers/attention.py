@@ -5,7 +5,7 @@ the query at offset `t` sees the keys at offsets `s >= t` of the block before an
 that fill one `w` by `w` square. So the scores of a tile are folded into that square, and every elementwise operation
 (mask, bias, exponential, their gradients, the residuals of the backward pass) is half as large as the tile. The
 square is also a ring: column `s` belongs to the last token before the query whose offset in its block is `s`. That is
-how one token at a time is decoded, with a cache of `w` entries.
+how tokens are decoded, with a cache of `w` entries.
 """
 
 import functools
@@ -240,7 +240,8 @@ def attend_folded(
     multiplier: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*batch h t k"]:
     """Attention to a ring of `w` columns, each of which has an old key with its value and a new one. A query sees the
-    new ones where `is_new`, elsewhere the old ones; and of these columns those that are `seen`."""
+    new ones where `is_new`, elsewhere the old ones. Columns that are not `seen` are masked. `bias` must be that minus
+    `largest_bias`."""
 
     def scores_with(key):
         return jnp.einsum("...htk,...hsk->...hts", query, key, preferred_element_type=jnp.float32)

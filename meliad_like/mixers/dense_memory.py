@@ -108,7 +108,7 @@ class DenseAttention(Mixer):
     def decode(self, x, counts, context, carry):
         m, n, (key, value, query) = self.config.num_slots, x.shape[1], self.heads.of(x)
         token, (keys, values) = np.arange(n), carry.memory
-        # How far back the token in each slot is, and if there are several new ones, they are from each other.
+        # The distance from each new token to the token in each slot, and if there are several, to the other new ones.
         distance = (carry.position[:, None, None] - np.arange(m) - 1) % m + 1 + token[:, None]
         if n > 1:
             among = jnp.broadcast_to(token[:, None] - token, (x.shape[0], n, n))

@@ -64,7 +64,7 @@ class MemoryAttention(Mixer):
     def __init__(self, config: "ExternalMemory", shape: DecoderShape, *, rngs: nnx.Rngs):
         self.config, self.shape = config, shape
         self.lookup = Lookup(config.num_neighbors, config.search, shape.mask_empty_cache)
-        # In decoding, for few tokens, products with the whole memory would take longer than to look up what they need.
+        # For the few tokens of decoding, products with the whole memory take longer than to look up what they need.
         kernel = config.kernel(shape)
         self.segment_lookup = self.lookup._replace(operations=kernel) if kernel else self.lookup
         self.window = WindowAttention(shape, rngs=rngs, with_positions=False)

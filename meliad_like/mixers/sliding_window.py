@@ -78,10 +78,11 @@ class TokenInputs(NamedTuple):
     """Queries of unit length times the attention scale, without positions."""
     placed_query: Float[Array, "b h n k"]
     old: tuple[Float[Array, "b h w k"], Float[Array, "b h w k"]]
-    """Keys with positions, and values."""
+    """Keys with positions, and values, before these tokens."""
     new: tuple[Float[Array, "b h w k"], Float[Array, "b h w k"]]
+    """The same after the first `counts` of them."""
     offset: Int[Array, "b n"]
-    """The offsets of the new tokens in their block; those of padding may be behind it."""
+    """The offsets of the tokens in their block; those of padding may be `w` or more."""
 
 
 class TokenHeads(nnx.Module):
@@ -199,8 +200,8 @@ class TokenHeads(nnx.Module):
         if cache.placed_key is not None:
             after = after._replace(placed_key=write(cache.placed_key, self.position.placed(key, place)))
         inputs = TokenInputs(
-            scaled(query, self.attention_scale),
-            self.placed_query(query, place),
+            query=scaled(query, self.attention_scale),
+            placed_query=self.placed_query(query, place),
             old=(cache.key if cache.placed_key is None else cache.placed_key, cache.value),
             new=(after.key if after.placed_key is None else after.placed_key, after.value),
             offset=offset,
@@ -214,8 +215,8 @@ class TokenHeads(nnx.Module):
         longest: int,
         square: Callable[[Float[Array, "h longest"]], Float[Array, "h w s"]],
     ) -> Float[Array, "b h n s"]:
-        """The bias of tokens at these offsets for keys at these distances, where they are between 1 and `longest`.
-        `square` lays the bias by distance out for the tokens of a block and the keys in the cache."""
+        """The bias of tokens at these offsets for keys at these distances, where they are between 1 and `longest`. One
+        token looks up its distances, several the rows of `square(bias)`, one for each offset."""
         by_distance = self.bias(longest)
         if distance.shape[1] == 1:
             return jnp.moveaxis(jnp.take(by_distance, distance - 1, axis=1, mode="clip"), 0, 1)
@@ -298,10 +299,11 @@ class WindowAttention(Mixer):
         self, x: Float[Array, "b n d"], counts: Int[Array, " b"], cache: TokenCache
     ) -> tuple[Float[Array, "b h n k"], TokenInputs, TokenCache]:
         """The same as `attend` for the next tokens of each lane's block (`Mixer.decode`)."""
-        w, (inputs, after) = self.shape.window_length, self.heads.tokens(x, counts, cache)
+        w = self.shape.window_length
+        inputs, after = self.heads.tokens(x, counts, cache)
         column, offset = np.arange(w), inputs.offset[..., None]
         bias = self.heads.bias_at((offset - column - 1) % w + 1, inputs.offset, w, ring_square)
-        # The columns from a token's own on have tokens of the block before.
+        # The columns at a token's own offset and after it hold tokens of the block before.
         seen = column < offset
         seen |= (cache.position >= w)[:, None, None] if self.shape.mask_empty_cache else True
         query, old, new, seen = inputs.placed_query, inputs.old, inputs.new, seen[:, None]

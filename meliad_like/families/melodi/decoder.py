@@ -335,8 +335,8 @@ class MelodiLayer(Layer):
 
     def decode(self, x, counts, context, carry):
         r, w, heads = self.config.short_length, self.shape.window_length, self.heads
-        age, (inputs, window) = carry.window.position // w, heads.tokens(self.norm(x), counts, carry.window)
-        offset = inputs.offset
+        inputs, window = heads.tokens(self.norm(x), counts, carry.window)
+        age, offset = carry.window.position // w, inputs.offset
         keys, values = inputs.new
         distance = r + offset[..., None] - np.arange(r + w)
         result = attend(
