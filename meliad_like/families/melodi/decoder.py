@@ -337,7 +337,8 @@ class MelodiLayer(Layer):
         r, w, heads = self.config.short_length, self.shape.window_length, self.heads
         inputs, window = heads.tokens(self.norm(x), counts, carry.window)
         age, offset = carry.window.position // w, inputs.offset
-        keys, values = inputs.new
+        # One token alone sees the ring as it was, which is then changed in place.
+        keys, values = inputs.old if x.shape[1] == 1 else inputs.new
         distance = r + offset[..., None] - np.arange(r + w)
         result = attend(
             inputs.placed_query,
