@@ -94,7 +94,8 @@ class Model:
 
     def _run(self, name: str, carry: list[jax.Array], rows: np.ndarray, count: int) -> tuple:
         n = self.facts["programs"][name]
-        rows, counts = np.pad(rows, ((0, 0), (0, n)))[:, : n + 1], np.full(len(rows), count, np.int32)
+        rows, counts = rows[:, : n + 1], np.full(len(rows), count, np.int32)
+        rows = np.pad(rows, ((0, 0), (0, n + 1 - rows.shape[1])))
         return self._programs[name](self._parameters, carry, rows[:, :n], rows[:, 1:], counts)
 
     def save(self, path: str | Path, state: State) -> None:

@@ -43,8 +43,9 @@ def convert_to_stablehlo(checkpoint: str | Path, gin_params: Sequence[str], fold
     # `opened.model` would have the kernels of this platform.
     model, vocabulary = Model(opened.run.model, opened.vocabulary.size), opened.vocabulary
     window, segment = model.config.window_length, opened.run.data.segment_length
-    # Windows that overlap repeat tokens, which blocks of a segment don't.
-    lengths = {"block": window, "token": 1} | ({} if model.config.overlap else {"segment": segment})
+    # Windows that overlap repeat tokens, which blocks of a segment don't. A segment of one block needs no program.
+    has_segments = segment > window and not model.config.overlap
+    lengths = {"block": window, "token": 1} | ({"segment": segment} if has_segments else {})
     folder = new_folder(folder)
     for name, program in export_programs(model, lengths):
         write_whole(folder / f"{name}.stablehlo", program)

@@ -19,6 +19,7 @@ from meliad_like.config import bound_values, rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.families.pretrained.config import PretrainedConfig
+from meliad_like.generation.reading import power_of_two
 from meliad_like.history.selection import SpanScorer
 from meliad_like.history.selectors.inputs import SelectorInputs, Texts, make_inputs
 from meliad_like.history.selectors.model import Params, Selector, score
@@ -79,7 +80,7 @@ class LearnedSelector(SpanScorer):
     def _scores(self, texts: Texts) -> Scores:
         # Sizes are powers of two, so that few programs are compiled.
         count = len(texts.length)
-        size = min(self.batch_size, 1 << (count - 1).bit_length())
+        size = min(self.batch_size, power_of_two(count))
         tokens = np.pad(texts.tokens, ((0, size - count), (0, 0)))
         length = np.pad(texts.length, (0, size - count), constant_values=1)
         return np.asarray(score(self.selector, self.params, tokens, length))[:count]
