@@ -10,8 +10,8 @@ from tiny_run import run_command
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
+from meliad_like.history.commands import HistoryRequest
 from meliad_like.history.evaluation import read_strides
-from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.selection import Ranking
 from meliad_like.history.spans import candidates
 from meliad_like.history.stride_store import StrideStore

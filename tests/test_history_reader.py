@@ -16,11 +16,10 @@ from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.evaluation.perplexity import Evaluator
 from meliad_like.history import commands
-from meliad_like.history.config import AncientHistoryReaderConfig
+from meliad_like.history.commands import HistoryRequest
+from meliad_like.history.config import AncientHistoryReaderConfig, HistoryReader, make_selection
 from meliad_like.history.evaluation import evaluate
 from meliad_like.history.gains import TargetLosses
-from meliad_like.history.opening import HistoryRequest
-from meliad_like.history.reader import HistoryReader, make_selection
 from meliad_like.history.selection import Ranking
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Layout, stride_of

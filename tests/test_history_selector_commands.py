@@ -10,7 +10,7 @@ from history_runs import BINDINGS, make_place
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.history import commands
-from meliad_like.history.opening import HistoryRequest
+from meliad_like.history.commands import HistoryRequest
 from meliad_like.history.stride_store import StrideStore
 from meliad_like.mesh import make_mesh
 from meliad_like.run import opening

@@ -8,8 +8,8 @@ import pytest
 from meliad_like import config
 from meliad_like.data.preparation import prepare
 from meliad_like.errors import UserError
-from meliad_like.history.opening import HistoryRequest
-from meliad_like.history.reader import make_selection
+from meliad_like.history.commands import HistoryRequest
+from meliad_like.history.config import make_selection
 from meliad_like.history.selection import Ranking, choose
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import strides
@@ -56,7 +56,7 @@ def test_a_selection_from_a_file_is_that_of_the_document_itself(store, tmp_path)
     selections = StrideStore(tmp_path / "train", made(store, "selections"))
 
     def chosen(document, stride):
-        return choose(Ranking("recent", HISTORY), "", document, stride, HISTORY)[0]
+        return choose(Ranking("recent", HISTORY), "", document, stride, HISTORY)
 
     def tokens(document):
         return split.tokens(document, 0, int(split.lengths[document]))

@@ -3,7 +3,7 @@
 import pytest
 
 from meliad_like.errors import UserError
-from meliad_like.history.journal import Journal
+from meliad_like.history.stride_store import Journal
 from meliad_like.resumable import check_same
 
 OLD = {"config": {"model": {"layers": 12, "recurrent": (9,)}, "mesh": {"data": 8}}, "vocabulary": "ab12"}

@@ -23,8 +23,8 @@ from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
 from meliad_like.experiments.tables.table import bound_by
 from meliad_like.history import commands
+from meliad_like.history.commands import HistoryRequest
 from meliad_like.history.evaluation import BASELINE, tables
-from meliad_like.history.opening import HistoryRequest
 from meliad_like.history.settings import HistorySettings
 from meliad_like.remote import write_whole
 from meliad_like.resumable import read_json

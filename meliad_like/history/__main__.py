@@ -54,12 +54,11 @@ def main(command: str) -> int | None:
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.config import read_changes
     from meliad_like.history import commands
-    from meliad_like.history.opening import HistoryRequest
 
-    values = {name: COMMAND.flags[name].value for name in HistoryRequest._fields if name in COMMAND.flags}
+    values = {name: COMMAND.flags[name].value for name in commands.HistoryRequest._fields if name in COMMAND.flags}
     values["changes"] = read_changes(COMMAND.gin_file.value, COMMAND.gin_param.value)
     values["split"] = values["split"] or ("train" if command == "score" else "test")
-    request = HistoryRequest(**values, documents=tuple(DOCUMENT.value))
+    request = commands.HistoryRequest(**values, documents=tuple(DOCUMENT.value))
     return getattr(commands, command)(request, Path(OUTPUT.value).expanduser(), *arguments.get(command, ()))
 
 

@@ -1,7 +1,6 @@
 """Documents predicted with and without selected spans, in the same pass; figures with intervals, tables and JSON.
 
-Ancient History Language Models, section 3: every window predicts `stride` targets, for which spans are selected once.
-The context is from the document alone. The plain window and every selection predict the same targets.
+As in Ancient History Language Models, section 3. The plain window and every selection predict the same targets.
 """
 
 import dataclasses
@@ -18,10 +17,10 @@ from jaxtyping import Float, Int
 from meliad_like.data.readers import label
 from meliad_like.data.split import Documents
 from meliad_like.history.gains import TargetLosses
-from meliad_like.history.journal import Journal
 from meliad_like.history.selection import SpanScorer, choose
 from meliad_like.history.settings import HistoryConfig
-from meliad_like.history.spans import Ends, Layout, Scores, Stride, Window, strides
+from meliad_like.history.spans import Ends, Layout, Stride, Window, strides
+from meliad_like.history.stride_store import Journal
 from meliad_like.studies.bootstrap import intervals
 from meliad_like.studies.frames import number
 from meliad_like.tables import Table
@@ -30,16 +29,10 @@ BASELINE = "baseline"
 """Name of the window without spans."""
 VERSION = 6
 """Version of the numbers: evaluations of different versions are not comparable, and none resumes another."""
-SUMS = (
-    "num_tokens",  # that count
-    "num_tokens_where_selected",  # the number of them for which spans are selected
-    "nats",
-    "nats_where_selected",
-    "model_flops",  # of the model that predicts
-    "selection_flops",
-)
-"""The sums over the strides of a document, for each selection."""
-COSTS = SUMS[4:]
+COSTS = ("model_flops", "selection_flops")
+"""Operations of the model that predicts, and of the selection."""
+SUMS = ("num_tokens", "num_tokens_where_selected", "nats", "nats_where_selected", *COSTS)
+"""The sums over the strides of a document, for each selection: of tokens that count, and where spans are selected."""
 
 
 class StrideReading(NamedTuple):
@@ -51,8 +44,6 @@ class StrideReading(NamedTuple):
     has none."""
     spans: dict[str, Ends]
     """The selected spans, in the order of the window."""
-    scores: dict[str, Scores]
-    """Scores of these spans."""
     flops: dict[str, float]
     """Operations of the selection."""
 
@@ -62,12 +53,8 @@ def read_strides(
 ) -> Iterator[StrideReading]:
     """Predicts every token of a document once with the plain window and with each selection, stride by stride.
 
-    Args:
-        windows: the model, for windows of `layout.config.window_length` with `layout.config.stride` targets.
-        selections: scorers with different names.
-        index: index of the document in `documents`.
-
-    Raises a UserError if a score is not finite.
+    `windows` is the model, for windows of `layout.config.window_length` with `layout.config.stride` targets; `index` is
+    that of the document in `documents`. The selections have different names. Raises a UserError as `choose` does.
     """
     waiting: deque[StrideReading] = deque()
 
@@ -75,12 +62,11 @@ def read_strides(
         length = int(documents.lengths[index])
         tokens = documents.tokens(index, 0, length)
         for stride in strides(length, layout.config, int(documents.indices[index])):
-            reading = StrideReading(stride, {}, {}, {}, {})
+            reading = StrideReading(stride, {}, {}, {})
             waiting.append(reading)
             for selection in selections if stride.selects else ():
                 name, flops_before = selection.name, selection.flops
-                ends, scores = choose(selection, documents.names[index], tokens, stride, layout.config)
-                reading.spans[name], reading.scores[name] = ends, scores
+                reading.spans[name] = choose(selection, documents.names[index], tokens, stride, layout.config)
                 reading.flops[name] = selection.flops - flops_before
             for ends in (np.zeros(0, np.int64), *reading.spans.values()):
                 yield layout.window(tokens, stride, ends)
@@ -119,13 +105,9 @@ def evaluate(
     journal: Journal | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Sums the losses of `read_strides`, document by document.
+    """Sums the losses of `read_strides`, document by document, of those that the journal does not have yet.
 
-    Args:
-        journal: gets the sums of each document, in order; what it holds is not read again.
-        on_progress: callback with the numbers of tokens read so far and in all.
-
-    Raises a UserError as `read_strides` does.
+    `on_progress` is called with the numbers of tokens read so far and in all. Raises a UserError as `choose` does.
     """
     names, ends = [BASELINE, *(selection.name for selection in selections)], np.cumsum(documents.lengths)
     by_document = list(journal.rows) if journal else []
@@ -226,12 +208,6 @@ def with_intervals(rows: pd.DataFrame, figure: str) -> list[str]:
     return texts
 
 
-def among(max_candidates: int | None) -> str:
-    """A remark on `HistoryConfig.max_candidates` for the title of a table, beginning with a semicolon."""
-    text = f"; the score oracle and selectors choose among {max_candidates} random candidates of a stride"
-    return "" if max_candidates is None else text
-
-
 def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> list[Table]:
     """Perplexities of all selections, their comparison with the baseline, and their costs.
 
@@ -247,15 +223,14 @@ def tables(saved: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
         columns = [with_intervals(rows, figure) for figure in present]
         return Table(title, ("selection", *(headers[figure] for figure in present)), list(zip(names, *columns)))
 
-    documents = saved["documents"]
+    documents, most = saved["documents"], saved["config"]["max_candidates"]
+    among = f"; the score oracle and selectors choose among {most} random candidates of a stride" if most else ""
     tokens, where = (sum(each[name] for each in documents) for name in ("num_tokens", "num_tokens_where_selected"))
+    intervals_over = f"{saved['level']:.0%} intervals over {len(documents)} documents"
     compared = "against the baseline on the same documents; spans are selected for"
     return [
-        table(
-            f"perplexity on {tokens:,} tokens, {saved['level']:.0%} intervals over {len(documents)} documents",
-            PERPLEXITIES,
-        ),
-        table(f"{compared} {where:,} of the tokens{among(saved['config']['max_candidates'])}", COMPARISONS),
+        table(f"perplexity on {tokens:,} tokens, {intervals_over}", PERPLEXITIES),
+        table(f"{compared} {where:,} of the tokens{among}", COMPARISONS),
         Table(
             "FLOPs per token: of the model that predicts it, and of the selection",
             ("selection", "of the model", "of the selection", "selection / model"),

@@ -25,24 +25,15 @@ class TargetLosses:
     """
 
     def __init__(
-        self,
-        model: Model,
-        params: Any,
-        mesh: Mesh,
-        *,
-        length: int,
-        max_targets: int,
-        batch_size: int,
-        loss_slice: int = 1024,
+        self, model: Model, params: Any, mesh: Mesh, *, length: int, max_targets: int, batch_size: int, loss_slice=1024
     ):
-        """
+        """Raises a UserError if the model does not read windows of this length.
+
         Args:
             model, params: of any family; the parameters are on the mesh.
             length, max_targets: tokens of the longest window, and the largest number of its targets.
             batch_size: windows that are read at once; rounded up to a multiple of the mesh's shards.
             loss_slice: tokens on a device whose logits exist at the same time.
-
-        Raises a UserError if the model does not read windows of this length.
         """
         shards = lane_shards(mesh)
         rows = -(-batch_size // shards)

@@ -1,7 +1,7 @@
 """Rankings of spans. Those here run no model: random and recent spans, and overlap with other text.
 
-Oracles read the targets that the spans help to predict (Ancient History Language Models, section 2, Oracles, and
-section 3.1): they show how much there is to gain, and leak the future.
+Oracles read the targets that the spans help to predict (Ancient History Language Models, sections 2 and 3.1): they show
+how much there is to gain, and leak the future.
 """
 
 import numpy as np
@@ -37,56 +37,44 @@ class SpanScorer:
         raise NotImplementedError
 
 
-def choose(
-    scorer: SpanScorer, name: str, document: Tokens, stride: Stride, config: HistoryConfig
-) -> tuple[Ends, Scores]:
-    """The spans that a scorer selects, and their scores, in the order of the window; `name` is the document's.
-
-    Raises a UserError if a score is not finite.
-    """
+def choose(scorer: SpanScorer, name: str, document: Tokens, stride: Stride, config: HistoryConfig) -> Ends:
+    """The spans that a scorer selects, in the order of the window; `name` is the document's. Raises a UserError if a
+    score is not finite."""
     ends = candidates(stride, config, all_of_them=not scorer.runs_a_model)
     scores = scorer.scores(document, stride, ends)
     check_finite(scores, scorer.name, stride, name)
-    selected = select(scores, ends, config)
-    return selected, scores[np.searchsorted(ends, selected)]
+    return select(scores, ends, config)
 
 
 def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str) -> None:
     """Raises a UserError if a score is not finite."""
     if not np.isfinite(scores).all():
-        raise UserError(
-            f"{scorer} gives no finite scores to spans for the tokens {stride.first:,} to {stride.end - 1:,} of "
-            f"{document} (stride {stride.number}): bind the model's activation_dtype = 'float32', or choose other "
-            "documents with --document"
-        )
+        place = f"the tokens {stride.first:,} to {stride.end - 1:,} of {document} (stride {stride.number})"
+        way_out = "bind the model's activation_dtype = 'float32', or choose other documents with --document"
+        raise UserError(f"{scorer} gives no finite scores to spans for {place}: {way_out}")
+
+
+RANKINGS = ("random", "recent", "prefix_overlap", "overlap_oracle")
+"""Rankings by random numbers that depend on the seed and on the stride's place in its split; by the position in the
+document; by the tokens shared with the necessary prefix; and by those shared with the targets."""
 
 
 class Ranking(SpanScorer):
     """A `SpanScorer` that runs no model; its name is one of RANKINGS."""
 
     def __init__(self, name: str, config: HistoryConfig):
-        self.name, self.leaks_the_future = name, name.endswith("oracle")
-        self._config = config
+        self.name, self.leaks_the_future, self._config = name, name == "overlap_oracle", config
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
-        return RANKINGS[self.name](self._config, document, stride, ends).astype(np.float32)
-
-
-RANKINGS = {
-    # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
-    "random": lambda config, document, stride, ends: (
-        random_numbers(stride, config.seed + 1, len(ends)) >> np.uint64(40)
-    ),
-    "recent": lambda config, document, stride, ends: ends,
-    "prefix_overlap": lambda config, document, stride, ends: overlap(
-        document, ends, necessary_prefix(document, stride, config), config
-    ),
-    "overlap_oracle": lambda config, document, stride, ends: overlap(
-        document, ends, document[stride.first : stride.end], config
-    ),
-}
-"""Functions of (config, document, stride, ends): random numbers that depend on the seed and on the stride's place in
-its split; the position in the document; the tokens shared with the necessary prefix; those shared with the targets."""
+        if self.name == "recent":
+            return ends.astype(np.float32)
+        if self.name == "random":
+            # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
+            numbers = random_numbers(stride, self._config.seed + 1, len(ends)) >> np.uint64(40)
+            return numbers.astype(np.float32)
+        prefix, targets = necessary_prefix(document, stride, self._config), document[stride.first : stride.end]
+        text = {"prefix_overlap": prefix, "overlap_oracle": targets}[self.name]
+        return overlap(document, ends, text, self._config).astype(np.float32)
 
 
 def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:

@@ -49,14 +49,11 @@ class HistoryConfig:
         optional = ("first_selection", "max_candidates")
         check_positive(self, [name for name in optional if getattr(self, name) is not None])
         if self.history_length % self.span_length:
-            raise UserError(
-                f"history_length={self.history_length} must be a multiple of span_length={self.span_length}"
-            )
+            multiple = f"a multiple of span_length={self.span_length}"
+            raise UserError(f"history_length={self.history_length} must be {multiple}")
         if self.history_length + self.stride > self.window_length:
-            raise UserError(
-                f"history_length={self.history_length} and stride={self.stride} must fit together into "
-                f"window_length={self.window_length}"
-            )
+            lengths = f"history_length={self.history_length} and stride={self.stride}"
+            raise UserError(f"{lengths} must fit together into window_length={self.window_length}")
 
     @property
     def num_spans(self) -> int:
@@ -97,10 +94,8 @@ class SelectorConfig:
         check_not_negative(self, ("encoder_layers",))
         check_shares(self, ("dropout_rate",))
         if self.context == "released_code" and self.context_tokens is not None:
-            raise UserError(
-                f"SelectorConfig.context_tokens={self.context_tokens} has no effect on "
-                "SelectorConfig.context='released_code', which reads the window's own tokens: leave it out"
-            )
+            reason = "SelectorConfig.context='released_code', which reads the window's own tokens: leave it out"
+            raise UserError(f"SelectorConfig.context_tokens={self.context_tokens} has no effect on {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +121,10 @@ class SelectorTrainingConfig:
     checkpoints_kept: int = resumable(2)
 
     def __post_init__(self):
-        check_positive(self, ("num_steps", "batch_size", "encode_batch", "log_every", "checkpoints_kept"))
+        positive = ("num_steps", "batch_size", "validation_every", "encode_batch", "log_every", "checkpoints_kept")
+        check_positive(self, positive)
         check_not_negative(self, ("evaluate_every", "checkpoint_every"))
         check_seeds(self, ("seed",))
-        if self.validation_every < 2:
-            raise UserError(f"validation_every={self.validation_every} must be at least 2, or nothing is trained on")
 
 
 @dataclasses.dataclass(frozen=True)

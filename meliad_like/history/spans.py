@@ -95,10 +95,7 @@ def strides(length: int, config: HistoryConfig, document: int = 0) -> Iterator[S
 
 
 def is_scored(stride: Stride, config: HistoryConfig) -> bool:
-    """Whether the candidates of a stride are scored to train a selector.
-
-    These are the strides with a full number of targets and a candidate; they begin earlier than selection does.
-    """
+    """Whether a selector is trained on a stride: one with all targets and a candidate, also before any selection."""
     return stride.num_targets == config.stride and bool(_candidate_range(stride, config))
 
 
@@ -151,10 +148,9 @@ class Layout:
             return cls(config, None)
         tokens = vocabulary.encode_continuation(config.separator)
         if len(tokens) != 1:
-            raise UserError(
-                f"HistoryConfig.separator={config.separator!r} is {len(tokens)} tokens of this vocabulary and must be "
-                r"one: bind HistoryConfig.separator = '\n', or '' for none"
-            )
+            problem = f"is {len(tokens)} tokens of this vocabulary and must be one"
+            way_out = r"bind HistoryConfig.separator = '\n', or '' for none"
+            raise UserError(f"HistoryConfig.separator={config.separator!r} {problem}: {way_out}")
         return cls(config, int(tokens[0]))
 
     def span_tokens(self, document: Tokens, ends: Ends) -> Int[np.ndarray, "m span_length"]:

@@ -1,12 +1,10 @@
-"""Numbers for strides of documents, in a file: a line with their `StoreInfo`, then a line for each stride, in order.
-
-Making them can be interrupted at any time and resumed with the same command.
-"""
+"""Journals, from which interrupted work is resumed, and those of numbers for the strides of documents."""
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +18,11 @@ from meliad_like.config import bound_values, rebuild
 from meliad_like.data.split import Documents
 from meliad_like.data.token_store import TokenStore, short
 from meliad_like.errors import UserError
-from meliad_like.history.journal import Journal, read_json_lines
 from meliad_like.history.selection import check_finite
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Stride, candidates, is_scored, strides
+from meliad_like.remote import write_whole
+from meliad_like.resumable import check_same, parse_json
 
 FILE_NAME = "numbers.jsonl"
 WITHOUT_EFFECT = ("first_selection", "overlap", "first_token")
@@ -71,55 +70,77 @@ class StoreInfo:
         return {name: value for name, value in bound_values(self).items() if name not in without_effect}
 
 
+class Journal:
+    """A file of finished parts of some work, one line of JSON each, after a line that identifies the work."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, replace: bool = False):
+        """Opens the file or creates it. `identity` is everything that determines the results, for JSON.
+
+        Results of other settings are an error, unless `replace` is true.
+        """
+        self._path = path
+        lines, rows = read_json_lines(path)
+        first = json.dumps(identity) + "\n"
+        if rows and not replace:
+            check_same(path, rows[0], identity)
+        if not rows or rows[0] != json.loads(first):
+            lines, rows = [first], [identity]
+        write_whole(path, "".join(lines))
+        self.rows: list[Any] = rows[1:]
+        """The parts that were finished before."""
+
+    def write(self, row: Any) -> None:
+        """Adds a finished part."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_json_lines(path: Path) -> tuple[list[str], list[Any]]:
+    """The complete lines of a file, and their values; no lines if the file does not exist.
+
+    A last line without a newline, which a killed process has not completed, is left out. A line that is not JSON is a
+    UserError with its number.
+    """
+    text = path.read_text() if path.exists() else ""
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return lines, [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
 class StrideStore:
-    """A folder with numbers for strides, which is read, or made."""
+    """A folder with numbers for strides, to read or to make: a journal with those of each stride, in order."""
 
     def __init__(self, folder: str | Path, info: StoreInfo | None = None):
-        """Opens the store to read it or, with its `info`, to make it or to resume that.
-
-        Raises a UserError if there is none, it holds something else, or it is damaged.
-        """
+        """Opens the store to read it or, with its `info`, to make it or to resume that. Raises a UserError if there is
+        none, it holds something else, or it is damaged."""
         self.folder = Path(folder).expanduser()
         path = self.folder / FILE_NAME
         self.info = info or _read_info(path)
         self.strides = self.info.strides()
         """The strides that have numbers."""
         if not self.strides:
-            raise UserError(
-                f"no document of {self.info.split} is long enough for a window of "
-                f"window_length={self.info.config.window_length} with spans of its past"
-            )
+            window = f"a window of window_length={self.info.config.window_length} with spans of its past"
+            raise UserError(f"no document of {self.info.split} is long enough for {window}")
         self._journal = None if info is None else Journal(path, info.identity)
         self.numbers: list[list[float]] = read_json_lines(path)[1][1:]
         """The numbers of the first strides, as far as they were made."""
 
     def rows(self) -> pd.DataFrame:
         """All scores as `score`, with the `document`, the number of the `stride` in it, and the `end` of the span.
-
-        Raises a UserError if numbers are missing.
-        """
+        Raises a UserError if numbers are missing."""
         self.check_complete()
-        rows = pd.DataFrame({
-            "document": [stride.document for stride in self.strides],
-            "stride": [stride.number for stride in self.strides],
-            "end": [candidates(stride, self.info.config) for stride in self.strides],
-            "score": self.numbers,
-        })  # fmt: skip
+        places = [(each.document, each.number, candidates(each, self.info.config)) for each in self.strides]
+        rows = pd.DataFrame(places, columns=["document", "stride", "end"]).assign(score=self.numbers)
         return rows.explode(["end", "score"], ignore_index=True).astype({"end": np.int64, "score": np.float32})
 
     def check_complete(self) -> None:
         """Raises a UserError if numbers are missing."""
         if missing := len(self.strides) - len(self.numbers):
-            raise UserError(
-                f"{missing:,} of {len(self.strides):,} strides have no {self.info.what} yet in {self.folder}: run the "
-                "command that makes them again"
-            )
+            problem = f"{missing:,} of {len(self.strides):,} strides have no {self.info.what} yet in {self.folder}"
+            raise UserError(f"{problem}: run the command that makes them again")
 
     def fill(self, make: Callable[[Iterable[Stride]], Iterable[np.ndarray]]) -> None:
-        """Makes the missing numbers in order; `make`: from strides to their numbers, in the same order.
-
-        Raises a UserError if a score is not finite; the numbers made before are kept.
-        """
+        """Makes the missing numbers in order; `make`: from strides to their numbers, in the same order. Raises a
+        UserError if a score is not finite; the numbers made before are kept."""
         missing, journal = self.strides[len(self.numbers) :], self._journal
         assert journal is not None, "the store was opened to be read"
         pairs = zip(missing, make(missing) if missing else (), strict=True)
@@ -132,10 +153,8 @@ class StrideStore:
         """The documents of the strides. Raises a UserError if it is another token store."""
         info = self.info
         if store.fingerprint != info.store:
-            raise UserError(
-                f"the {info.what} in {self.folder} are of the token store {short(info.store)}, and "
-                f"{store.folder} is {short(store.fingerprint)}"
-            )
+            problem = f"the {info.what} in {self.folder} are of the token store {short(info.store)}"
+            raise UserError(f"{problem}, and {store.folder} is {short(store.fingerprint)}")
         subset = store.split(info.split).subset(np.array(info.indices))
         subset.lengths = np.array(info.lengths)
         return subset

@@ -1,6 +1,6 @@
-"""The inputs of a selector, and the examples that it learns from: texts, and scored places in documents.
+"""The texts that a selector reads, and the examples that it learns from: scored places in documents.
 
-Places are lines of a frame (`StrideStore.rows`): `document`, number of the `stride` in it, `end` of the span, and
+Places are rows of a frame (`StrideStore.rows`): `document`, number of the `stride` in it, `end` of the span, and
 `score`, the gain of equation 2, in nats.
 """
 
@@ -50,9 +50,8 @@ class SelectorInputs:
     def texts(self, document: Tokens, stride: Stride, ends: Ends) -> Texts:
         """The texts of some candidates of a stride: each span, and then the context.
 
-        The context is the last `context_length` tokens before the targets (`prefix`) or, as the authors' code
-        reads them in training and in inference, before the end of the targets (`released_code`), also where a
-        document's last stride has fewer targets.
+        The context is the last `context_length` tokens before the targets (`prefix`) or, as in the authors' code, up to
+        the end of the targets (`released_code`), also where a document's last stride has fewer targets.
         """
         stop = stride.end if self.leaks_the_future else stride.first
         context = document[max(stop - self.context_length, 0) : stop].astype(np.int32)
@@ -63,18 +62,14 @@ class SelectorInputs:
 
 
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
-    """The inputs of a selector of this config.
-
-    Raises a UserError if the separator is not one token of the vocabulary, or a span is all that it could read.
-    """
+    """Raises a UserError if the separator is not one token of the vocabulary, or there is no text besides the span."""
     leaks = selector.context == "released_code"
     own_length = history.recent_length if leaks else history.prefix_length
     length = own_length if selector.context_tokens is None else selector.context_tokens
     if not length:
-        raise UserError(
-            f"history_length={history.history_length} and stride={history.stride} leave no prefix in "
-            f"window_length={history.window_length} for the selector to read: bind SelectorConfig.context_tokens"
-        )
+        lengths = f"history_length={history.history_length} and stride={history.stride} leave no prefix"
+        way_out = "for the selector to read: bind SelectorConfig.context_tokens"
+        raise UserError(f"{lengths} in window_length={history.window_length} {way_out}")
     return SelectorInputs(Layout.of(history, vocabulary), length, leaks)
 
 
@@ -109,47 +104,39 @@ class PairsReader:
 
     num_steps = None
 
-    def __init__(
-        self, scores: Float[np.ndarray, " n"], texts: Callable[[np.ndarray], Texts], batch_size: int, seed: int
-    ):
-        """`texts`: the function from rows of the pairs to their texts."""
-        self.num_lanes = batch_size
-        self._scores, self._texts = scores, texts
+    def __init__(self, pairs: pd.DataFrame, texts: Callable[[pd.DataFrame], Texts], batch_size: int, seed: int):
+        """`pairs`: scored places; `texts`: the function from places to their texts."""
+        self.num_lanes, self._pairs, self._texts = batch_size, pairs, texts
         # A batch may have rows of two epochs, and of more if there are few pairs.
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: permutation(len(scores), seed, epoch))
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: permutation(len(pairs), seed, epoch))
 
     def rows(self, step: int) -> Int[np.ndarray, " batch"]:
         """Rows of the pairs in the batch after `step` steps."""
         index = step * self.num_lanes + np.arange(self.num_lanes)
-        return np.array([self._epoch(i // len(self._scores))[i % len(self._scores)] for i in index.tolist()])
+        return np.array([self._epoch(i // len(self._pairs))[i % len(self._pairs)] for i in index.tolist()])
 
     def batch(self, step: int, lanes: Sequence[int]) -> PairsBatch:
         """Rows `lanes` of the batch of a step."""
-        rows = self.rows(step)[list(lanes)]
-        return PairsBatch(self._texts(rows), self._scores[rows])
+        places = self._pairs.iloc[self.rows(step)[list(lanes)]]
+        return PairsBatch(self._texts(places), places["score"].to_numpy())
 
 
 def held_out(pairs: pd.DataFrame, every: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Pairs for training and for validation; the latter are those of the documents whose index `every` divides.
-
-    Raises a UserError if one part is empty.
-    """
+    """Pairs for training and for validation; the latter are those of the documents whose index `every` divides. Raises
+    a UserError if one part is empty."""
     held = pairs["document"] % every == 0
     if held.nunique() < 2:
-        raise UserError(
-            f"of {pairs['document'].nunique():,} scored documents there is none to "
-            f"{'train on' if held.all() else 'hold out'} with SelectorTrainingConfig.validation_every={every}: score "
-            "more documents, or bind another number"
-        )
+        what = f"{'train on' if held.all() else 'hold out'} with SelectorTrainingConfig.validation_every={every}"
+        number = f"{pairs['document'].nunique():,} scored documents"
+        raise UserError(f"of {number} there is none to {what}: score more documents, or bind another number")
     return pairs[~held], pairs[held]
 
 
 def agreement(predicted: Float[np.ndarray, " n"], pairs: pd.DataFrame, num_spans: int) -> dict[str, float]:
     """The fit of predictions to the scores of some places, and the gain of choosing by them.
 
-    Returns:
-      `loss`: the mean squared error. `correlation` with the scores. And the mean score, over strides, of the num_spans
-      spans that would be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`), in nats.
+    `loss` is the mean squared error. The gains are mean scores over strides, in nats, of the num_spans spans that would
+    be chosen (`chosen_gain`), of the best ones (`oracle_gain`) and of all (`random_gain`).
     """
     pairs = pairs.astype({"score": np.float64}).assign(predicted=predicted)
 

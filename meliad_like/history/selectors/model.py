@@ -3,8 +3,6 @@
 It predicts the gain of equation 2 of Ancient History Language Models (Koncel-Kedziorski and Smith 2021), in nats, and
 has a pretrained decoder as its encoder (section 2): it reads `[span; context]`, and the last token's vector goes
 through Linear, ReLU, Linear.
-
-The parameters are a tree: `encoder` (those of the decoder) and `head`.
 """
 
 import dataclasses
@@ -25,15 +23,11 @@ Params = dict[str, Any]
 
 
 def encoder_config(config: SelectorConfig, pretrained: PretrainedConfig, text_length: int) -> PretrainedConfig:
-    """The config of the decoder in a selector that reads at most this number of tokens at once.
-
-    Raises a UserError if the decoder has fewer layers or positions.
-    """
+    """The config of the decoder in a selector that reads at most this number of tokens at once. Raises a UserError if
+    the decoder has fewer layers or positions."""
     if config.encoder_layers > pretrained.num_layers:
-        raise UserError(
-            f"SelectorConfig.encoder_layers={config.encoder_layers} is more than the {pretrained.num_layers} layers of "
-            "the pretrained model"
-        )
+        layers = f"the {pretrained.num_layers} layers of the pretrained model"
+        raise UserError(f"SelectorConfig.encoder_layers={config.encoder_layers} is more than {layers}")
     return dataclasses.replace(
         pretrained,
         num_layers=config.encoder_layers or pretrained.num_layers,
@@ -79,7 +73,7 @@ class Selector:
         return {"encoder": self.encoder.kinds, "head": {"hidden": linear, "output": linear}}
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Fresh parameters, float32; those of the encoder are zeros."""
+        """Fresh parameters, float32: those of the `head`, and zeros for the decoder as `encoder`."""
         width, hidden = self.encoder_config.model_width, self.config.head_width
         keys = jax.random.split(key)
 
@@ -91,20 +85,16 @@ class Selector:
         return {"encoder": encoder, "head": head}
 
     def score(
-        self,
-        params: Params,
-        tokens: Int[Array, "b t"],
-        length: Int[Array, " b"],
-        dropout_key: PRNGKeyArray | None = None,
+        self, params: Params, tokens: Int[Array, "b t"], length: Int[Array, " b"], key: PRNGKeyArray | None = None
     ) -> Float[Array, " b"]:
         """The scores of texts, float32, in nats.
 
         Args:
             length: number of tokens of each text, at least 1; attention is causal, so padding changes nothing.
-            dropout_key: for training; None: no dropout.
+            key: of the dropout in training; None: no dropout.
         """
         module, head = self.encoder.bind(params["encoder"]), params["head"]
-        hidden = module.read_window(tokens, dropout_key=dropout_key)[-1]
+        hidden = module.read_window(tokens, dropout_key=key)[-1]
         vectors = module.final_norm(hidden[jnp.arange(len(length)), length - 1]).astype(jnp.float32)
         values = jax.nn.relu(vectors @ head["hidden"]["kernel"] + head["hidden"]["bias"])
         return (values @ head["output"]["kernel"] + head["output"]["bias"])[:, 0]

@@ -9,13 +9,12 @@ metrics.jsonl
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from meliad_like.config import bound_values, rebuild
+from meliad_like.config import rebuild
 from meliad_like.data.token_store import TokenStore
 from meliad_like.errors import UserError
 from meliad_like.families.pretrained.config import PretrainedConfig
@@ -36,25 +35,12 @@ SPANS = ("span_length", "separator")
 """Fields of HistoryConfig that must be as in the training of a selector."""
 
 
-def selector_metadata(selector: Selector, inputs: SelectorInputs, vocabulary: Vocabulary) -> dict[str, Any]:
-    """The facts that determine a selector, for `selector.json` and every checkpoint."""
-    return {
-        "settings": bound_values(inputs.layout.config) | bound_values(selector.config),
-        "encoder": bound_values(selector.encoder_config),
-        "vocabulary_size": selector.vocabulary_size,
-        "vocabulary_fingerprint": vocabulary.fingerprint,
-        "leaks_the_future": inputs.leaks_the_future,
-    }
-
-
 class LearnedSelector(SpanScorer):
     """Scores candidates by the gains that a selector predicts."""
 
     runs_a_model = True
 
-    def __init__(
-        self, selector: Selector, params: Params, inputs: SelectorInputs, vocabulary: Vocabulary, step: int = 0
-    ):
+    def __init__(self, selector: Selector, params: Params, inputs: SelectorInputs, vocabulary: Vocabulary, step: int):
         """`step`: the training step of the parameters."""
         self.selector, self.params, self.inputs, self.vocabulary, self.step = selector, params, inputs, vocabulary, step
         self.batch_size = 64
@@ -87,10 +73,8 @@ class LearnedSelector(SpanScorer):
 
 
 def open_selector(folder: str | Path) -> LearnedSelector:
-    """Opens the working folder of a training: the best parameters, or the newest where none were evaluated.
-
-    Raises a UserError if there is no selector, or it is of another version.
-    """
+    """Opens the working folder of a training: the best parameters, or the newest where none were evaluated. Raises a
+    UserError if there is no selector, or it is of another version."""
     folder = Path(folder).expanduser()
     path = folder / FILE_NAME
     if not path.exists():
@@ -104,18 +88,12 @@ def open_selector(folder: str | Path) -> LearnedSelector:
     vocabulary = load_vocabulary(folder / VOCABULARY_FOLDER)
     selector = Selector(settings.selector, encoder_config, saved["vocabulary_size"])
     inputs = make_inputs(settings.history, settings.selector, vocabulary)
-    trained = jax.eval_shape(selector.init, jax.random.key(0))
-    params, step = _restore(folder / ("best" if (folder / "best").is_dir() else "checkpoints"), trained)
-    return LearnedSelector(selector, params, inputs, vocabulary, step)
-
-
-def _restore(folder: Path, abstract: Params) -> tuple[Params, int]:
-    """The newest parameters in a checkpoint folder, on the first device, and their step."""
-    device = SingleDeviceSharding(jax.devices()[0])
-    on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    trained, device = jax.eval_shape(selector.init, jax.random.key(0)), SingleDeviceSharding(jax.devices()[0])
+    on_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), trained)
+    kept = folder / ("best" if (folder / "best").is_dir() else "checkpoints")
+    with Checkpoints(kept, read_only=True) as checkpoints:
         params, metadata = checkpoints.restore_params(on_device)
-    return params, metadata.get("step", 0)
+    return LearnedSelector(selector, params, inputs, vocabulary, metadata.get("step", 0))
 
 
 def open_selectors(folders: Sequence[str | Path], history: HistoryConfig, store: TokenStore) -> list[LearnedSelector]:

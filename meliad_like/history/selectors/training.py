@@ -28,7 +28,7 @@ from meliad_like.history.selectors.inputs import (
     held_out,
 )
 from meliad_like.history.selectors.model import Params, Selector, score
-from meliad_like.history.selectors.scorer import FILE_NAME, selector_metadata
+from meliad_like.history.selectors.scorer import FILE_NAME
 from meliad_like.history.settings import SelectorTrainingConfig
 from meliad_like.mesh import lane_sharding, lane_shards
 from meliad_like.optimization.optimizers import make_optimizer, trained_parameters
@@ -77,7 +77,15 @@ class SelectorTraining:
 
     def __post_init__(self):
         self.leaks = self.inputs.leaks_the_future
-        self.metadata = selector_metadata(self.selector, self.inputs, self.vocabulary) | {"trained_on": self.trained_on}
+        self.metadata = {
+            "settings": bound_values(self.inputs.layout.config) | bound_values(self.selector.config),
+            "encoder": bound_values(self.selector.encoder_config),
+            "vocabulary_size": self.selector.vocabulary_size,
+            "vocabulary_fingerprint": self.vocabulary.fingerprint,
+            "leaks_the_future": self.leaks,
+            "trained_on": self.trained_on,
+        }
+        """The facts that determine a selector, for `selector.json` and every checkpoint."""
 
     def run(self) -> int:
         """Trains until `num_steps`, resuming from the folder's newest checkpoint.
@@ -88,8 +96,7 @@ class SelectorTraining:
         config, workdir, last_step = self.config, self.workdir, self.config.num_steps
         train, validation = held_out(self.pairs, config.validation_every)
         texts = document_texts(self.inputs, self.documents)
-        read = lambda rows: texts(train.iloc[rows])  # noqa: E731
-        reader = PairsReader(train["score"].to_numpy(), read, config.batch_size, config.seed)
+        reader = PairsReader(train, texts, config.batch_size, config.seed)
         program = self._program(reader.batch(0, range(config.batch_size)))
         with Checkpoints(workdir / "checkpoints", keep_last=config.checkpoints_kept) as checkpoints:
             logged = checkpoints.read_metadata()["logged"] if checkpoints.steps() else None
@@ -102,10 +109,8 @@ class SelectorTraining:
                 open_session(workdir, checkpoints, start, last_step, logged=logged) as session,
                 load_batches(reader, lane_sharding(self.mesh, config.batch_size), start) as batches,
             ):
-                session.writer.say(
-                    f"{label('selector', self.leaks)}: {len(train):,} pairs to train on, "
-                    f"{len(validation):,} held out, from step {start:,} to {last_step:,}"
-                )
+                pairs = f"{len(train):,} pairs to train on, {len(validation):,} held out"
+                session.writer.say(f"{label('selector', self.leaks)}: {pairs}, from step {start:,} to {last_step:,}")
 
                 def save(step: int, state: TrainState) -> None:
                     if step not in checkpoints.steps():
@@ -146,10 +151,8 @@ class SelectorTraining:
         """The selector and its step on the mesh."""
         selector, config, shards = self.selector, self.config, lane_shards(self.mesh)
         if config.batch_size % shards:
-            raise UserError(
-                f"SelectorTrainingConfig.batch_size={config.batch_size} must be a multiple of the {shards} "
-                "devices that share a batch"
-            )
+            problem = f"batch_size={config.batch_size} must be a multiple of the {shards} devices that share a batch"
+            raise UserError(f"SelectorTrainingConfig.{problem}")
         optimizer = make_optimizer(config.optimizer, optax.constant_schedule(1.0), selector.kinds)
 
         def init(key) -> TrainState:
@@ -172,16 +175,13 @@ class SelectorTraining:
         return state.starting_with({**state.params, "encoder": encoder})
 
     def report(self, writer: MetricsWriter, step: int, metrics: StepMetrics, state: TrainState) -> None:
-        """Logs the averages of the steps since the last log.
-
-        Raises a UserError if the loss, the gradient or the parameters of the step are not finite.
-        """
+        """Logs the averages of the steps since the last log. Raises a UserError if the loss, the gradient or the
+        parameters of the step are not finite."""
         metrics = jax.device_get(metrics)
         if not (metrics.finite and np.isfinite(metrics.parameter_norm)):
-            raise UserError(
-                f"the loss, the gradient or the parameters of step {step} are not finite; the checkpoints before are "
-                "kept: try a smaller learning rate, such as Adam.base_rate"
-            )
+            problem = f"the loss, the gradient or the parameters of step {step} are not finite"
+            way_out = "try a smaller learning rate, such as Adam.base_rate"
+            raise UserError(f"{problem}; the checkpoints before are kept: {way_out}")
         writer.unlogged.add(1, {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "update_norm")})
         if step % self.config.log_every == 0 or step == self.config.num_steps:
             figures, _ = writer.unlogged.take()
@@ -190,12 +190,7 @@ class SelectorTraining:
             writer.show(step, label(f"loss {figures['loss']:.4f}", self.leaks))
 
     def evaluate(
-        self,
-        pairs: pd.DataFrame,
-        texts: Callable[[pd.DataFrame], Texts],
-        writer: MetricsWriter,
-        step: int,
-        state: TrainState,
+        self, pairs: pd.DataFrame, texts: Callable[..., Texts], writer: MetricsWriter, step: int, state: TrainState
     ) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
         shards = lane_shards(self.mesh)
