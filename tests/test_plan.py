@@ -12,10 +12,9 @@ from meliad_like import config, plan
 from meliad_like.errors import UserError
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.models.model import Model
-from meliad_like.planning.gpus import GPUS
 from meliad_like.planning.programs import MemoryEstimate, estimates, refused_bytes, state_parts
 from meliad_like.planning.report import alternatives, nearest_that_fits, to_json
-from meliad_like.planning.topology import GIB, Chip, Topology, by_chips, open_topology
+from meliad_like.planning.topology import GIB, GPUS, Chip, Topology, by_chips, open_topology
 from meliad_like.training.program import make_program
 
 

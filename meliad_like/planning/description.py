@@ -54,13 +54,9 @@ class Description(NamedTuple):
             ("tokens of all steps", f"{self.num_tokens:,}"),
             ("operations of all steps", f"{self.total_flops:.4g}"),
         ]
-        rows += [
-            (
-                f"days of one {name} at {SHARE_OF_PEAK:.0%} of its peak",
-                f"{self.total_flops / (SHARE_OF_PEAK * DATASHEET_FLOPS[kind]) / 86_400:,.3g}",
-            )
-            for name, kind in EXAMPLES.items()
-        ]
+        for name, kind in EXAMPLES.items():
+            days = self.total_flops / (SHARE_OF_PEAK * DATASHEET_FLOPS[kind]) / 86_400
+            rows.append((f"days of one {name} at {SHARE_OF_PEAK:.0%} of its peak", f"{days:,.3g}"))
         return Table("what the run needs", ("", ""), rows)
 
 
@@ -69,10 +65,8 @@ def describe(run: RunConfig, vocabulary_size: int) -> Description:
     # Everything on one device: what is needed in total does not depend on the mesh.
     mesh, stages = make_mesh(MeshConfig(), jax.devices()[:1]), stages_of(run)
     programs = [make_program(stage.run, vocabulary_size, mesh) for stage in stages]
-    parts, lanes = max(
-        ((state_parts(program), stage.run.data.num_lanes) for program, stage in zip(programs, stages, strict=True)),
-        key=lambda need: sum(need[0].values()),
-    )
+    needs = [(state_parts(program), stage.run.data.num_lanes) for program, stage in zip(programs, stages, strict=True)]
+    parts, lanes = max(needs, key=lambda need: sum(need[0].values()))
     tokens = [(stage.last_step - stage.first_step) * stage.run.data.tokens_per_step for stage in stages]
     total = sum(n * program.model.flops.training for n, program in zip(tokens, programs, strict=True))
     model = programs[-1].model

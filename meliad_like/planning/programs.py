@@ -19,6 +19,7 @@ from meliad_like.training.program import TrainingProgram, make_program
 
 PROGRAMS = ("training", "evaluation", "decoding")
 PARTS = ("parameters", "optimizer state", "carry", "batch")
+Compilation = Callable[[], jax.stages.Compiled]
 
 # The TPU compiler's messages, about all memory that is used or about temporary arrays alone.
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
@@ -80,18 +81,19 @@ def estimates(
     percent larger (docs/planning.md). Raises UserError if the mesh does not fit the devices, the lanes or the model.
     """
     mesh, num_lanes = make_mesh(run.mesh, topology.devices), run.data.num_lanes
-    program = make_program(with_kernels(run, topology), vocabulary_size, mesh)
+    # The kernels that compile for one of the devices, where the config leaves this to the program.
+    with jax.set_mesh(make_mesh(MeshConfig(), topology.devices[:1])):
+        run = run.on_this_platform()
+    program = make_program(run, vocabulary_size, mesh)
     model, state, batch = program.model, program.abstract_state, program.abstract_batch
     shapes = model.abstract_carry(num_lanes, decoding=True)
     shardings = carry_shardings(mesh, num_lanes, shapes)
     carry = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     lanes = lane_sharding(mesh, num_lanes)
     token = jax.ShapeDtypeStruct((num_lanes,), jnp.int32, sharding=lanes)
-    evaluate = jax.jit(
-        functools.partial(evaluation_step, model, run.training.loss_slice),
-        donate_argnums=1,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state.carry), replicated(mesh)),
-    )
+    evaluation = functools.partial(evaluation_step, model, run.training.loss_slice)
+    carried = jax.tree.map(lambda x: x.sharding, state.carry)
+    evaluate = jax.jit(evaluation, donate_argnums=1, out_shardings=(carried, replicated(mesh)))
     decode = jax.jit(
         lambda params, token, carry: model.bind(params).decode_step(token, carry),
         donate_argnums=2,
@@ -102,7 +104,7 @@ def estimates(
     parts, forward, tokens = state_parts(program), model.flops.forward, run.data.tokens_per_step
     inputs = {name: parts[name] for name in ("parameters", "carry", "batch")}
     held = {"parameters": parts["parameters"], "carry": _size_on_device(carry)}
-    known: dict[str, tuple[Callable[[], jax.stages.Compiled], dict[str, int], float]] = {
+    known: dict[str, tuple[Compilation, dict[str, int], float]] = {
         "training": (lambda: program.compile_step(options), parts, model.flops.training * tokens),
         "evaluation": (
             lambda: evaluate.lower(state.params, state.carry, batch).compile(options),
@@ -116,12 +118,6 @@ def estimates(
         with jax.set_mesh(mesh):
             estimate = measure(compile_program, name, resident, flops / mesh.size, topology)
         yield estimate
-
-
-def with_kernels(run: RunConfig, topology: Topology) -> RunConfig:
-    """The run with the kernels that compile for one of the devices, where its config leaves this to the program."""
-    with jax.set_mesh(make_mesh(MeshConfig(), topology.devices[:1])):
-        return run.on_this_platform()
 
 
 def measure(
@@ -138,9 +134,8 @@ def measure(
     except jax.errors.JaxRuntimeError as error:
         if (activations := refused_bytes(str(error), sum(parts.values()))) is None:
             raise
-        return MemoryEstimate(
-            name, topology, parts, activations, 0, 0, flops, time.perf_counter() - began, gave_up=True
-        )
+        seconds = time.perf_counter() - began
+        return MemoryEstimate(name, topology, parts, activations, 0, 0, flops, seconds, gave_up=True)
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     assert memory is not None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -148,9 +143,8 @@ def measure(
     # a GiB. On a CPU the former is right, and the peak is that of the arguments.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     activations = memory.temp_size_in_bytes if topology.kind == "cpu" else peak
-    return MemoryEstimate(
-        name, topology, parts, activations, results, memory.generated_code_size_in_bytes, flops, seconds
-    )
+    code = memory.generated_code_size_in_bytes
+    return MemoryEstimate(name, topology, parts, activations, results, code, flops, seconds)
 
 
 def refused_bytes(message: str, held: int) -> int | None:

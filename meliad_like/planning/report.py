@@ -20,10 +20,8 @@ def table(planned: Sequence[MemoryEstimate]) -> Table:
     """A row for each figure, and a column for each program."""
     topology = planned[0].topology
     rows: dict[str, list[str]] = {part: [_gib(estimate.parts.get(part)) for estimate in planned] for part in PARTS}
-    rows |= {
-        name: [_gib(getattr(estimate, name)) for estimate in planned] for name in ("activations", "results", "code")
-    }
-    rows["total"] = [_gib(estimate.total) for estimate in planned]
+    for name in ("activations", "results", "code", "total"):
+        rows[name] = [_gib(getattr(estimate, name)) for estimate in planned]
     if topology.chip is not None:
         rows["left"] = [_gib(topology.chip.memory - estimate.total) for estimate in planned]
     rows["TFLOP"] = [f"{estimate.flops / 1e12:,.4f}" for estimate in planned]
@@ -33,9 +31,8 @@ def table(planned: Sequence[MemoryEstimate]) -> Table:
         rows["limited by"] = [estimate.limited_by for estimate in planned]
     rows["compiled in"] = [f"{estimate.compile_seconds:.0f} s" for estimate in planned]
     title = f"On each of {len(topology.devices)} devices ({topology.kind}, {topology.name})"
-    return Table(
-        title, ("", *(estimate.name for estimate in planned)), [(name, *cells) for name, cells in rows.items()]
-    )
+    header = ("", *(estimate.name for estimate in planned))
+    return Table(title, header, [(name, *cells) for name, cells in rows.items()])
 
 
 def to_json(planned: Sequence[MemoryEstimate]) -> dict[str, Any]:
@@ -60,9 +57,9 @@ def nearest_that_fits(
 ) -> str | None:
     """The first of `alternatives` that fits, as bindings; None if none of them fits.
 
-    `on_try` is called with the bindings that are about to be compiled, with the options of `estimates`. If the memory
-    of the chips is not known, only the compiler decides what fits.
+    `on_try` is called with the bindings that are about to be compiled; `options` are those of `estimates`.
     """
+    # If the memory of the chips is not known, only the compiler decides what fits.
     memory = math.inf if topology.chip is None else topology.chip.memory
     for bindings, other in alternatives(run, len(topology.devices)):
         # A mesh that doesn't divide the lanes or the model.

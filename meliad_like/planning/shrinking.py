@@ -48,10 +48,8 @@ class Divisors:
             # Of a few tokens one is left: a size of 0 would be another model.
             return tuple(map(shorter, value)) if isinstance(value, tuple) else max(value // divisor, min(value, 1))
 
-        entry_fields = [
-            size.name for size in dataclasses.fields(model) if rule_of(type(model), size) == "layer_entries"
-        ]
-        num_kinds = [len(distinct_entries(getattr(model, name))) for name in entry_fields]
+        fields = [size for size in dataclasses.fields(model) if rule_of(type(model), size) == "layer_entries"]
+        num_kinds = [len(distinct_entries(getattr(model, size.name))) for size in fields]
 
         def fewer(number: int) -> int:
             """The number of layers, of which there is one of each kind at least."""
@@ -96,11 +94,8 @@ class Divisors:
 
 
 def rule_of(config_class: type, field: dataclasses.Field) -> ScalesAs:
-    """The rule by which a field of a config shrinks; `fixed` for fields that don't hold a whole number.
-
-    Raises:
-      TypeError: the field holds a whole number and states no rule, so that a smaller model could be a wrong one.
-    """
+    """The rule by which a field of a config shrinks; `fixed` for fields that don't hold a whole number. Raises a
+    TypeError if a whole number has no rule, so that a smaller model could be a wrong one."""
     rule = field.metadata.get("scales_as")
     if rule is None and isinstance(field.default, int) and not isinstance(field.default, bool):
         name = f"{config_class.__name__}.{field.name}"
@@ -134,13 +129,8 @@ def shrink(run: RunConfig, *, keep_vocabulary: bool = False) -> RunConfig:
     metrics are only logged locally.
 
     Lengths, widths, heads and layers are divided by the largest numbers that leave a possible run of at least the
-    smallest sizes above. First stages and the schedule's numbers of steps keep their share of all steps.
-
-    Args:
-      keep_vocabulary: whether the vocabulary exists; otherwise it is learned from few documents, and is small.
-
-    Raises:
-      UserError: no smaller run is possible, for the reason of the last attempt.
+    smallest sizes above; a UserError says why none is possible. First stages and the schedule's numbers of steps keep
+    their share of all steps. `keep_vocabulary`: the vocabulary exists; otherwise it is learned from few documents.
     """
     sizes: dict[str, Any] = {}
     changes = _steps(run) | {"mesh": MeshConfig(), "trackers": (TensorBoard(),)}

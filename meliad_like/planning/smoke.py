@@ -1,8 +1,7 @@
 """The trial of a run before anything is paid for: made small, trained, killed, resumed, evaluated, and used.
 
-Lengths, widths, layers, stages and warmup shrink as in the small scales of the papers' tables; every mixer and option
-remains. The documents are the first ones of the task, or Python's standard library if the task's are not there. At the
-end it shows what the full run needs.
+The documents are the first ones of the task, or Python's standard library if the task's are not there. At the end it
+shows what the full run needs.
 """
 
 import contextlib
@@ -44,14 +43,11 @@ TOKENS_TO_EVALUATE, TOKENS_TO_READ, TOKENS_TO_WRITE = 4000, 64, 32
 
 
 def smoke(run: RunConfig, workdir: str | None, gin_flags: str) -> None:
-    """Tries a run, made small.
+    """Tries a run, made small. Raises a UserError if something doesn't work, or the folder exists.
 
     Args:
       workdir: a new folder that keeps everything; None: one that is deleted at the end.
       gin_flags: the flags of the run, for the commands that are shown.
-
-    Raises:
-      UserError: something doesn't work, or the folder exists.
     """
     if workdir is not None and Path(workdir).expanduser().exists():
         raise UserError(f"--workdir={workdir} exists: name a new folder for --smoke")
@@ -108,10 +104,9 @@ def make_small(run: RunConfig, folder: Path) -> RunConfig:
 
 def copy_documents(config: SourceConfig, *folders: Path) -> None:
     """Writes the beginnings of a source's first documents as text files into the folders, each with a folder for each
-    split and with documents of its own.
+    split and with documents of its own. A split without documents among the first ones gets copies of others.
 
-    A split without documents among the first ones gets copies of training documents. Raises a UserError if the source
-    can't be opened or has no documents.
+    Raises a UserError if the source can't be opened or has no documents.
     """
     texts: dict[str, list[str]] = {split: [] for split in NUM_DOCUMENTS}
     for reference in itertools.islice(open_source(config).references(), MOST_READ):
@@ -129,7 +124,6 @@ def copy_documents(config: SourceConfig, *folders: Path) -> None:
 
 def try_out(run: RunConfig, folder: Path) -> None:
     """Trains, is killed, resumes, evaluates and writes; prints each. Raises a UserError where that fails."""
-
     gin_file, workdir = folder / "smoke.gin", folder / "run"
     gin_file.write_text(to_gin(run))
     began = time.perf_counter()

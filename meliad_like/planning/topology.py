@@ -11,13 +11,62 @@ import jax
 from jax.experimental import topologies
 
 from meliad_like.errors import UserError
-from meliad_like.planning.gpus import GPUS, Gpu
 from meliad_like.training.hardware import DATASHEET_FLOPS
 
 GIB = 2**30
 
 CHIPS_OF_A_HOST = 4
 """The TPU compiler's default for every generation; smaller slices must be named to it."""
+
+
+class Gpu(NamedTuple):
+    """The properties in which kinds of GPUs differ, as XLA's compiler asks for them, from NVIDIA's data sheets."""
+
+    kind: str
+    capability: str
+    """The compute capability, as a message of protocol buffers."""
+    processors: int
+    """The number of streaming multiprocessors."""
+    units: int
+    """The number of float32 units of a multiprocessor."""
+    clock: float
+    """The clock rate in GHz."""
+    l2_cache: int
+    """The size of the L2 cache in MiB."""
+    shared_memory: int
+    """The shared memory of a multiprocessor in KiB; a block can have one less."""
+    memory: int
+    """The size of the memory in bytes."""
+    bandwidth: int
+    """The bandwidth of the memory in bytes per second."""
+
+    def target_config(self) -> str:
+        """The text of XLA's `GpuTargetConfigProto`."""
+        return f"""gpu_device_info {{
+            cuda_compute_capability {{ {self.capability} }}
+            core_count: {self.processors}
+            fpus_per_core: {self.units}
+            clock_rate_ghz: {self.clock}
+            l2_cache_size: {self.l2_cache << 20}
+            shared_memory_per_core: {self.shared_memory << 10}
+            shared_memory_per_block: {48 << 10}
+            shared_memory_per_block_optin: {self.shared_memory - 1 << 10}
+            device_memory_size: {self.memory}
+            memory_bandwidth: {self.bandwidth}
+            threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+            registers_per_block_limit: 65536 registers_per_core_limit: 65536
+            thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "{self.kind}"
+        """
+
+
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", "major: 8", 108, 64, 1.41, 40, 164, 85_100_068_864, 2_039_000_000_000)
+_HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES"
+_H100 = Gpu("NVIDIA H100 80GB HBM3", _HOPPER, 132, 128, 1.98, 50, 228, 84_942_979_072, 3_352_000_000_000)
+_H200 = _H100._replace(kind="NVIDIA H200", memory=150_000_000_000, bandwidth=4_800_000_000_000)
+GPUS = {"a100": _A100, "h100": _H100, "h200": _H200}
 
 
 class Chip(NamedTuple):
@@ -50,19 +99,13 @@ class Topology(NamedTuple):
 
 
 def open_topology(name: str) -> Topology:
-    """The devices of a TPU slice, as its compiler names it by its chips (`v4:2x2x4`); GPUs (`h100:8`, or of two hosts
-    `h100:2x8`); or `cpu:8`, before jax starts. A slice may also have the name by which Google Cloud hands it out
-    (`v4-32`, `v5litepod-16`).
-
-    Raises UserError if there are no such devices, or no compiler for them.
-    """
+    """The devices of a TPU slice (`v4:2x2x4`, or as Google Cloud names it, `v4-32`), GPUs (`h100:8`, or of two hosts
+    `h100:2x8`), or `cpu:8`, before jax starts. Raises a UserError if there are none such, or no compiler for them."""
     name = by_chips(name)
     kind, _, shape = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise UserError(
-            f"--topology={name} must be a kind and a shape, such as v4:2x2x4, h100:8 or cpu:8, or a type of slice, "
-            "such as v4-32 or v5litepod-16"
-        )
+        examples = "such as v4:2x2x4, h100:8 or cpu:8, or a type of slice, such as v4-32 or v5litepod-16"
+        raise UserError(f"--topology={name} must be a kind and a shape, {examples}")
     if kind == "cpu":
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Topology(name, jax.devices("cpu"), "cpu")
