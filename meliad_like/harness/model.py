@@ -4,8 +4,7 @@
 
     lm_eval.simple_evaluate(model="meliad_like", model_args="checkpoint=runs/quickstart", tasks=["task.yaml"])
 
-In the harness's own adapters a prompt that is longer than the context is cut, and long documents are cut into windows.
-Here nothing is cut: the model reads them whole, and remembers of them what it can.
+Unlike in the harness's own adapters, no prompt and no document is cut: the model reads them whole (docs/harness.md).
 """
 
 import itertools
@@ -77,18 +76,15 @@ class HarnessModel(TemplateLM):
           checkpoint, step, gin_params, dtype: the arguments of `meliad_like.load`; or a model that it has returned.
           batch_size: the number of texts that are read in parallel.
           first_tokens: whether the end-of-document token is read before every document and in place of an empty
-            context, so that the first token has a probability too. The harness's own adapters do this. The models
-            trained here have never read that token, and their evaluation doesn't count first tokens; GPT-2 and others
-            were trained with it.
+            context, so that the first token has a probability too, as in the harness's own adapters: for models, such
+            as GPT-2, that were trained with it.
         """
         super().__init__()
         is_open = isinstance(checkpoint, LanguageModel)
         self.lm = checkpoint if is_open else load(checkpoint, step=step, gin_params=gin_params, dtype=dtype)
         if reason := self.lm.model.config.traits.needs_segments:
-            raise UserError(
-                f"what this model remembers depends on where segments end ({reason}), and a task's texts have no "
-                "segments: use python -m meliad_like.evaluate"
-            )
+            problem = f"what this model remembers depends on where segments end ({reason})"
+            raise UserError(f"{problem}, and a task's texts have no segments: use python -m meliad_like.evaluate")
         self._name = "" if is_open else str(checkpoint)
         self._batch_size, self._first_tokens = int(batch_size), first_tokens
 
@@ -111,10 +107,9 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The token read in place of an empty context. Raises a UserError if there is none."""
         if not self._first_tokens:
-            raise UserError(
-                "a task has an empty context, or one that is only a part of its text's first token, so that this token "
-                "has no probability: choose --first_tokens to read an end of document before it"
-            )
+            problem = "a task has an empty context, or one that is only a part of its text's first token"
+            way_out = "choose --first_tokens to read an end of document before it"
+            raise UserError(f"{problem}, so that this token has no probability: {way_out}")
         return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -135,18 +130,12 @@ class HarnessModel(TemplateLM):
                 questions.append(Question(len(questions), tuple(tokens), len(tokens) - num_shared))
         scores = self._answers(questions)
         results = [(whole - alone, greedy) for (whole, greedy), (alone, _) in zip(scores[::2], scores[1::2])]
-        for request, result in zip(requests, results):
-            self.cache_hook.add_partial("loglikelihood", request.args, result)
-        return results
+        return self._cached("loglikelihood", requests, results)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """`loglikelihood` of tokens, for those who have encoded the texts themselves.
-
-        Raises:
-          UserError: a token is not in the vocabulary.
-        """
+        """`loglikelihood` of tokens that were encoded elsewhere. Raises a UserError if one is not in the vocabulary."""
         texts = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         for x, y in texts:
             check_tokens(np.array([*x, *y], int), self.lm.vocabulary.size)
@@ -210,25 +199,27 @@ class HarnessModel(TemplateLM):
         prefix = [self.eot_token_id] if self._first_tokens else []
         texts = [prefix + self.tok_encode(request.args[0]) for request in requests]
         scored = [Question(i, tuple(text), max(len(text) - 1, 0)) for i, text in enumerate(texts)]
-        results = [nats for nats, _ in self._answers(scored)]
-        for request, result in zip(requests, results):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
-        return results
+        return self._cached("loglikelihood_rolling", requests, [nats for nats, _ in self._answers(scored)])
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The model's continuation of each context, up to the first of the task's `until`, which is left out."""
         results = [""] * len(requests)
         # Texts are written side by side if their settings are the same.
-        settings_of = lambda i: json.dumps(requests[i].args[1], sort_keys=True)  # noqa: E731
-        for _, group in itertools.groupby(sorted(range(len(requests)), key=settings_of), settings_of):
-            members = list(group)
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        for members in groups.values():
             for first in range(0, len(members), self._batch_size):
                 batch = members[first : first + self._batch_size]
                 settings = normalize_gen_kwargs(requests[batch[0]].args[1], MAX_TOKENS)
                 for i, text in zip(batch, self._write([requests[i].args[0] for i in batch], batch, **settings)):
                     results[i] = text
-        for request, text in zip(requests, results):
-            self.cache_hook.add_partial("generate_until", request.args, text)
+        return self._cached("generate_until", requests, results)
+
+    def _cached(self, method: str, requests: Sequence[Instance], results: list[Any]) -> list[Any]:
+        """The results, which the harness may keep for later evaluations."""
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial(method, request.args, result)
         return results
 
     def _write(
@@ -251,10 +242,9 @@ class HarnessModel(TemplateLM):
 
 @contextmanager
 def tokenizer_for_tasks(model: HarnessModel, name: str) -> Iterator[None]:
-    """Inside, the tokenizer of this name is the model's vocabulary.
+    """Inside, the tokenizer of this name is the model's vocabulary, which `transformers` may not be able to express.
 
-    Tasks that make documents of a number of tokens ask `transformers` for a tokenizer by its name, and that only
-    for the `input_ids` of texts. `transformers` can't express every vocabulary of ours.
+    Tasks that make documents of a number of tokens ask `transformers` for a tokenizer, and that for `input_ids` alone.
     """
     try:
         from transformers import AutoTokenizer  # type: ignore[import-not-found]  # an extra

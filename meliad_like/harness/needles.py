@@ -22,10 +22,8 @@ NUM_DEPTHS = 10
 def by_depth(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Mean scores: a row for each part of the documents, a column for each length in tokens.
 
-    Args:
-      samples: those of a task, as the harness logs them. Those without a needle are left out: RULER's other tasks have
-        the same fields, and answers that occur in the text anyway. The depth is that of the first answer's first
-        character, as a share of the document's characters.
+    `samples` are those of a task, as the harness logs them. Those without a needle are left out: RULER's other tasks
+    have the same fields. The depth is that of the first answer's first character, as a share of all characters.
     """
     rows = []
     for sample in samples:
