@@ -12,10 +12,10 @@ from meliad_like.errors import UserError
 from meliad_like.run.text import encode_text
 from meliad_like.vocabularies.base import load_vocabulary
 from meliad_like.vocabularies.tokenizers import (
+    BYTE_CHARACTERS,
     TOKENIZER_NAME,
     TokenizersVocabulary,
     TokenizersVocabularyConfig,
-    _byte_characters,
     read_tokenizer,
 )
 
@@ -28,7 +28,7 @@ MERGES = ["t h", "th e", "Ġ the", "e r", "1 9"]
 @pytest.fixture
 def folder(tmp_path):
     """A tokenizer as GPT-2's: bytes, merges, and the end of a text last."""
-    tokens = [*_byte_characters().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens = [*BYTE_CHARACTERS, *(merge.replace(" ", "") for merge in MERGES)]
     pairs = [tuple(merge.split(" ")) for merge in MERGES]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

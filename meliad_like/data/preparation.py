@@ -36,7 +36,6 @@ from meliad_like.data.token_store import (
     short,
     token_dtype,
     version_name,
-    write_files,
     write_info,
 )
 from meliad_like.errors import UserError, one_line, refusals
@@ -100,9 +99,8 @@ def prepare(
 
     A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. Where
     the source has all documents of the store and others, these are added as its next version, in the same vocabulary. A
-    store for an object store is made in the user's cache directory, where this machine's trainings look for a copy, and
-    then copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error. Raises
-    a UserError if `folder` holds something else, a document is bad, a part is missing, or the disk is full.
+    store for an object store is made in the user's cache directory, and then copied. Raises a UserError if `folder`
+    holds something else, a document is bad, a part is missing, or the disk is full.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.
@@ -169,16 +167,15 @@ def _write_version(folder: Path, work: Work, num_workers: int, for_training: boo
             written = _write(incomplete, incomplete, config, filled, num_workers)
         _check_store(incomplete, work, written, for_training)
         contents = source_fingerprint(config, source)
-        write_files(incomplete, source, work.files)
         write_info(
             incomplete,
+            source,
+            work.files,
             fingerprint=fingerprint([FORMAT_VERSION, contents, encoder.fingerprint, *before]),
             source=contents,
             source_settings=config.settings_fingerprint,
             settings={"source": config.settings, "vocabulary": work.vocabulary.settings},
             folder=absolute_folder(config) or source.place,
-            files=files_fingerprint(source),
-            by_share=source.by_share,
             vocabulary=encoder.fingerprint,
             vocabulary_settings=work.vocabulary.settings_fingerprint,
             dtype=token_dtype(encoder.size),
@@ -187,12 +184,7 @@ def _write_version(folder: Path, work: Work, num_workers: int, for_training: boo
 
 
 def prepare_part(
-    source: SourceConfig,
-    vocabulary: VocabularyConfig,
-    folder: epath.PathLike,
-    part: int,
-    number: int,
-    num_workers: int = 0,
+    source: SourceConfig, vocabulary: VocabularyConfig, folder: epath.PathLike, part: int, number: int, num_workers=0
 ) -> None:
     """Writes a part of the token store in `folder`, if it is not there: `part`, from 1, of a `number` of parts.
 
@@ -211,13 +203,11 @@ def prepare_part(
         return
     if work.earlier:
         raise UserError(f"--part makes parts of a new token store alone: the same command without it adds to {folder}")
-    identity = _identity(source, opened, vocabulary) | {"parts": number}
     opened = fill_splits(source, opened)
     with locked(parts / ".lock"):
-        if (parts / PARTS_NAME).exists():
-            _check_parts(parts, identity)
-        else:
-            write_json(parts / PARTS_NAME, identity)
+        if not (parts / PARTS_NAME).exists():
+            write_json(parts / PARTS_NAME, _identity(work, number))
+        _check_parts(parts, work, number)
         if not (parts / VOCABULARY_NAME).exists():
             with whole_folder(parts / VOCABULARY_NAME) as incomplete:
                 _make_vocabulary(source, opened, vocabulary).save(incomplete)
@@ -260,23 +250,24 @@ def _work(folder: AnyPath, config: SourceConfig, source: Source, vocabulary: Voc
     return Work(folder / version, store, added, config, source, vocabulary)
 
 
-def _identity(config: SourceConfig, source: Source, vocabulary: VocabularyConfig) -> dict[str, object]:
-    """The settings that all parts of a store have in common."""
-    settings = {"source": config.settings, "vocabulary": vocabulary.settings}
-    files = {"names, sizes and times of files": short(files_fingerprint(source))}
-    return {"version": FORMAT_VERSION, **settings, **files}
+def _identity(work: Work, number: int) -> dict[str, object]:
+    """The settings that all parts of a store have in common, and their number."""
+    settings = {"source": work.config.settings, "vocabulary": work.vocabulary.settings}
+    files = {"names, sizes and times of files": short(files_fingerprint(work.source))}
+    return {"version": FORMAT_VERSION, **settings, **files, "parts": number}
 
 
-def _check_parts(parts: Path, identity: dict[str, object]) -> int:
-    """The number of parts, which have to be of these settings and files."""
+def _check_parts(parts: Path, work: Work, number: int | None = None) -> int:
+    """The number of parts, which have to be of these settings and files; `number`: what it has to be."""
     saved = read_json(parts / PARTS_NAME)
-    check_same(parts, saved, {"parts": saved["parts"]} | identity, way_out="delete it, or choose another --store")
+    current = _identity(work, number or saved["parts"])
+    check_same(parts, saved, current, way_out="delete it, or choose another --store")
     return saved["parts"]
 
 
 def _join(folder: Path, parts: Path, work: Work) -> tuple[Vocabulary, Written]:
     """Writes the splits of all parts, one part after the other, and their vocabulary."""
-    number = _check_parts(parts, _identity(work.config, work.source, work.vocabulary))
+    number = _check_parts(parts, work)
     if missing := [f"{i}/{number}" for i in range(1, number + 1) if not (parts / str(i)).exists()]:
         way_out = f"make them with --part={', '.join(missing[:SHOWN])}, or delete the folder to begin again"
         raise UserError(f"{len(missing)} of the {number} parts in {parts} are not there: {way_out}")
@@ -338,10 +329,7 @@ def _good(
 
 
 def _write(folder: Path, vocabulary: AnyPath, config: SourceConfig, source: Source, num_workers: int) -> Written:
-    """Writes all documents in order, with the saved vocabulary.
-
-    Raises a UserError that lists what is wrong, after all documents were read, if a bad one may not be left out.
-    """
+    """Writes all documents in order, with the saved vocabulary. Raises a UserError as `_good` does."""
     loaded = load_vocabulary(vocabulary)
     writers = {split: SplitWriter(folder / split, loaded) for split in SPLITS}
     skipped, changed = [], 0

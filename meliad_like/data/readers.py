@@ -70,8 +70,7 @@ class LanesReader(ScheduledReader):
 
     With an overlap, each window (block) repeats the last tokens of the window before it, and only new tokens are
     targets: Adding Recurrence to Pretrained Transformers (Yoshida et al. 2020), section 4.2. Window i of a document has
-    the inputs from token i (w - overlap) on. So every token after a document's first is still predicted exactly once,
-    and all but those of the first window see at least overlap + 1 tokens.
+    the inputs from token i (w - overlap) on, and every token after a document's first is predicted exactly once.
     """
 
     overlap: int = 0
@@ -91,11 +90,8 @@ class LanesReader(ScheduledReader):
         self._targets_in_sequence = self.overlap + n // w * (w - self.overlap)
         targets = np.maximum(self.documents.lengths - 1, 0)
         if (empty := np.flatnonzero(targets == 0)).size:
-            logging.warning(
-                "left out %d documents of fewer than two tokens, the first is %s",
-                empty.size,
-                self.documents.names[empty[0]],
-            )
+            first = self.documents.names[empty[0]]
+            logging.warning("left out %d documents of fewer than two tokens, the first is %s", empty.size, first)
         # The first window has w targets, and each later one as many as it has new tokens.
         windows = np.where(targets > 0, 1 + -(-np.maximum(targets - w, 0) // (w - self.overlap)), 0)
         if self.separate:
@@ -146,10 +142,9 @@ class LanesReader(ScheduledReader):
 class StreamReader(Reader):
     """The documents as one stream of tokens in the store's order, in one contiguous shard for each lane.
 
-    The first input is the end of a document, which none precedes, and the inputs after it are the stream: so every
-    token of every document is a target once an epoch, the first ones and the ends included. Nothing is reset where
-    documents meet. Shards are equally long; the last lanes come to the end of the stream first, and wait for the
-    others. Then a new epoch begins, and the lanes' carry is reset.
+    The first input is the end of a document, which none precedes, and then comes the stream: so every token is a target
+    once an epoch, the first ones and the ends included. Nothing is reset where documents meet. Shards are equally long;
+    the last lanes come to the end of the stream first, and wait. Then a new epoch begins, and the carry is reset.
     """
 
     end_of_document: int
@@ -243,10 +238,8 @@ class ReaderConfig:
         return totals.tokens - totals.unscored - firsts
 
     def bytes_per_target(self, totals: Sequence[Totals]) -> float:
-        """The ratio of bytes and targets that cost loss, averaged over what is read of token stores with these totals.
-
-        NaN if bytes are not counted (`TokenStore.totals`).
-        """
+        """The ratio of bytes and targets that cost loss, averaged over what is read of token stores with these totals;
+        NaN if bytes are not counted (`TokenStore.totals`)."""
         shares = [(share / self.num_targets(each), each) for share, each in zip(self.shares, totals, strict=True)]
         num_bytes = sum(share * each.bytes for share, each in shares)
         return num_bytes / sum(share * self.num_scored(each) for share, each in shares) if num_bytes else math.nan
@@ -256,10 +249,8 @@ class ReaderConfig:
         return dataclasses.replace(self, store=folders[0])
 
     def open_stores(self) -> list[TokenStore]:
-        """Opens all token stores that it reads; the first has the run's documents.
-
-        Raises a UserError if one can't be opened, or if they don't go together.
-        """
+        """Opens all token stores that it reads; the first has the run's documents. Raises a UserError if one can't be
+        opened, or if they don't go together."""
         return [TokenStore(self.store)]
 
     def documents(self, stores: Sequence[TokenStore], split: str) -> Documents:

@@ -126,18 +126,14 @@ class Documents:
             member = members[part].scored
             return member(index, start, stop) if member else np.ones(stop - start, bool)
 
-        columns = (
-            np.concatenate([getattr(member, column) for member in members])
-            for column in ("lengths", "num_bytes", "num_words")
-        )
-        names = Names(int(begins[-1]), name_of)
-        sizes = tuple(map(len, members))
+        columns = ([getattr(each, column) for each in members] for column in ("lengths", "num_bytes", "num_words"))
+        number = int(begins[-1])
         return Documents(
-            names,
-            *columns,
+            Names(number, name_of),
+            *map(np.concatenate, columns),
             read=read,
-            indices=np.arange(len(names)),
-            sizes=sizes,
+            indices=np.arange(number),
+            sizes=tuple(map(len, members)),
             free=members[0].free,  # They have one vocabulary.
             scored=scored if any(member.scored for member in members) else None,
         )
@@ -171,9 +167,8 @@ def count_words(text: str) -> int:
     """The number of words, separated by whitespace.
 
     PG-19's authors publish counts (train 1,973,136,207, validation 3,007,061, test 6,966,499: Rae et al.,
-    arXiv:1911.05507, Table 2, and the README of google-deepmind/pg19) but not their code. Their word-level perplexity
-    divides by "the number of tokens" of untokenised text, and Appendix I of arXiv:2203.07852 says
-    that "the word count ignores whitespace": that is, runs of characters that are not whitespace.
+    arXiv:1911.05507, Table 2) but not their code. Their word-level perplexity divides by "the number of tokens" of
+    untokenised text, and Appendix I of arXiv:2203.07852 says that "the word count ignores whitespace".
     """
     # Some at a time, because a list of words takes several times the memory of a large text.
     begins = range(0, len(text), PIECE)

@@ -10,10 +10,8 @@
     files.json            the files of the documents: name -> [size, time of the last change, SHA-256]
     version-2/ ...        all of these but the vocabulary, of documents that were added later
 
-A store grows by versions: each has the documents of the one before, with the same numbers, and then those added.
-
-The folder may lie in an object store (gs://...), which can't be memory mapped: a split is then copied to the local disk
-when it is opened for the first time, into `meliad_like/stores` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
+A store grows by versions: each has the documents of the one before, with the same numbers, and then those added. Splits
+in an object store (gs://...) are copied to the user's cache directory when they are opened for the first time.
 """
 
 import functools
@@ -35,16 +33,7 @@ from meliad_like.caches import cache_folder
 from meliad_like.data.split import Documents, Names
 from meliad_like.errors import StoreError, UserError, one_line, refusals
 from meliad_like.registry import fingerprint
-from meliad_like.remote import (
-    Version,
-    absolute,
-    any_path,
-    copy_folder,
-    is_remote,
-    size_of,
-    version,
-    write_whole,
-)
+from meliad_like.remote import Version, absolute, any_path, copy_folder, is_remote, size_of, version, write_whole
 from meliad_like.resumable import describe_differences, locked, read_json, read_object, whole_folder, write_json
 from meliad_like.sources.base import Source, SourceConfig, SourceFile, open_source, read_contents
 from meliad_like.vocabularies.base import Vocabulary, VocabularyConfig, load_vocabulary
@@ -59,7 +48,6 @@ class Totals:
     """Sums over the documents of a split, and their checksum."""
 
     documents: int = 0
-    """The number of documents."""
     tokens: int = 0
     """The number of tokens, each document's end included."""
     bytes: int = 0
@@ -99,7 +87,7 @@ class StoreInfo:
     vocabulary: str
     """Fingerprint of the vocabulary."""
     vocabulary_settings: str
-    """Fingerprint of the vocabulary's settings."""
+    """Fingerprint of its settings."""
     dtype: str
     """The type of the tokens on disk."""
     splits: dict[str, Totals]
@@ -132,12 +120,8 @@ class TokenStore:
     """A token store, as `prepare` writes it."""
 
     def __init__(self, folder: epath.PathLike, version: int | None = None):
-        """Opens a store, in a local folder or in an object store. Raises a UserError if there is no store, it was
-        written by another version, or a file is damaged.
-
-        Args:
-          version: from 1; None: the newest.
-        """
+        """Opens a store in a local folder or an object store, in this `version` (from 1; None: the newest). Raises a
+        UserError if there is no store, it was written by another version, or a file is damaged."""
         if not str(folder):
             raise UserError("no token store is named: add documents (--gin_file=task/...), or bind ReaderConfig.store")
         self.folder = any_path(folder)
@@ -178,29 +162,21 @@ class TokenStore:
         return vocabulary
 
     def totals(self, split: str) -> Totals:
-        """The sums over a split's documents; zero for a split without documents.
-
-        Bytes and words are zero if some tokens cost no loss, because a loss by byte would mean nothing.
-        """
+        """The sums over a split's documents. Bytes and words are zero for a vocabulary with ids that cost no loss,
+        because a loss by byte would mean nothing."""
         totals = self.info.splits[split]
         return replace(totals, bytes=0, words=0) if self.vocabulary.free else totals
 
     def split(self, name: str) -> Documents:
-        """The documents of a split, whose bytes and words are counted as in `totals`.
-
-        Raises a UserError if the split does not exist, is empty or is damaged.
-        Reading a token that is not in the vocabulary raises one, too.
-        """
+        """The documents of a split, whose bytes and words are counted as in `totals`. Raises a UserError if it does not
+        exist, is empty or is damaged; reading a token that is not in the vocabulary raises one, too."""
         present = [split for split, totals in self.info.splits.items() if totals.documents]
         if name not in present:
             problem = "has no documents" if name in self.info.splits else "is unknown"
             way_out = f"choose one of {', '.join(present)}, or prepare another store with larger shares (SourceConfig)"
             raise UserError(f"split {name!r} {problem} in the token store {self.folder}: {way_out}")
-        members = [
-            self._documents(name, folder, info)
-            for folder, info in zip(self.folders, self.infos, strict=True)
-            if info.splits[name].documents
-        ]
+        versions = zip(self.folders, self.infos, strict=True)
+        members = [self._documents(name, folder, info) for folder, info in versions if info.splits[name].documents]
         return members[0] if len(members) == 1 else Documents.joined(members)
 
     def _documents(self, name: str, place: epath.Path, info: StoreInfo) -> Documents:
@@ -275,10 +251,8 @@ class TokenStore:
         return self.check_documents(source, opened)
 
     def check_documents(self, source: SourceConfig, opened: Source | None = None) -> list[SourceFile]:
-        """The files of the source that it did not have when the store was made, whose documents `prepare` adds.
-
-        Raises a UserError if the store was made from other documents. A folder may have moved, or be missing here.
-        """
+        """The files of the source that it did not have when the store was made, whose documents `prepare` adds. Raises
+        a UserError if the store was made from other documents. A folder may have moved, or be missing here."""
         folder, same_folder = absolute_folder(source), absolute_folder(source) == self.info.folder
         try:
             is_there = bool(folder) and any_path(folder).exists()
@@ -386,14 +360,11 @@ def token_dtype(vocabulary_size: int) -> str:
     return "<u2" if vocabulary_size <= 2**16 else "<u4"
 
 
-def write_files(target: Path, source: Source, files: Iterable[SourceFile]) -> None:
-    """Writes `files.json`, of these files of a source whose contents are known."""
-    saved = {file.name: [*file.version[:2], source.contents[file.name]] for file in files}
-    write_whole(target / FILES_NAME, json.dumps(saved))
-
-
-def write_info(target: Path, **fields: Any) -> None:
-    """Writes the fields of `StoreInfo` into `store.json`, which makes the folder a store; must be called last."""
-    saved = asdict(StoreInfo(**fields))
+def write_info(target: Path, opened: Source, files: Iterable[SourceFile], **fields: Any) -> None:
+    """Writes `files.json`, of these files of a source whose contents are known, and the fields of `StoreInfo` into
+    `store.json`, which makes the folder a store; must be called last."""
+    contents = {file.name: [*file.version[:2], opened.contents[file.name]] for file in files}
+    write_whole(target / FILES_NAME, json.dumps(contents))
+    saved = asdict(StoreInfo(**fields, files=files_fingerprint(opened), by_share=opened.by_share))
     saved |= {"version": FORMAT_VERSION, "checksum": fingerprint(saved)}
     write_json(target / STORE_NAME, saved)

@@ -152,7 +152,7 @@ class RecordError(BadDocumentError):
 
 
 def raise_bad_document(message: str) -> NoReturn:
-    """Raises a BadDocumentError: with its argument, the `Reference` of a document that can't be read."""
+    """With its argument, the `Reference` of a document that can't be read."""
     raise BadDocumentError(message)
 
 
@@ -191,8 +191,8 @@ class SourceConfig:
         check_choices(self)
         shares = self.validation_share, self.test_share
         if min(shares) < 0 or sum(shares) >= 1:
-            problem = "must not be negative, and leave some for train"
-            raise UserError(f"validation_share={shares[0]} and test_share={shares[1]} {problem}")
+            names = f"validation_share={shares[0]} and test_share={shares[1]}"
+            raise UserError(f"{names} must not be negative, and leave some for train")
         if both := set(self.validation_documents) & set(self.test_documents):
             raise UserError(f"{min(both)} is both in validation_documents and in test_documents")
 
@@ -224,14 +224,14 @@ class SourceConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The kind and all fields but the folder, which may differ between machines."""
-        values = {"kind": SOURCES.name_of(self)} | asdict(self)
-        return {name: value for name, value in values.items() if name != "folder"}
+        fields = asdict(self).items()
+        return {"kind": SOURCES.name_of(self)} | {name: value for name, value in fields if name != "folder"}
 
     @property
     def settings_fingerprint(self) -> str:
-        """SHA-256 of the settings that are not defaults, without the folder, which may differ between machines."""
-        settings = changed_settings(self, SOURCES)
-        return fingerprint({key: value for key, value in settings.items() if key != "folder"})
+        """SHA-256 of the settings that are not defaults, without the folder."""
+        changed = changed_settings(self, SOURCES).items()
+        return fingerprint({name: value for name, value in changed if name != "folder"})
 
     def open(self) -> Source:
         """Opens the source, which may have no documents. Raises a UserError if the folder is missing."""
@@ -271,8 +271,7 @@ def open_source(config: SourceConfig) -> Source:
     """Opens the source. Raises a UserError if the folder is missing, or contains no document."""
     source = config.open()
     # The Hub knows those of large files.
-    known = {file.name: file.version.sha256 for file in source.files if file.version.sha256}
-    source.contents.update(known)
+    source.contents.update({file.name: file.version.sha256 for file in source.files if file.version.sha256})
     if source.num_documents == 0:
         kind, place = SOURCES.name_of(config), config.folder and f" in {config.folder}"
         raise UserError(f"the {kind} source has no documents{place}: {source.passed_over or 'there are no files'}")
@@ -314,7 +313,7 @@ def raise_if_remote(path: AnyPath, error: Exception) -> None:
 def fill_splits(config: SourceConfig, source: Source) -> Source:
     """The source with a document for each split that has a share and is empty, as happens in small collections.
 
-    The document is the one of the largest split whose hash is nearest to the shares that are held out. So it keeps its
+    It is the document of the largest split whose hash is nearest to the shares that are held out, so that it keeps its
     split when documents are added, until one has a nearer hash or the share itself holds one.
     """
     shares = {"train": 1.0, "validation": config.validation_share, "test": config.test_share}

@@ -27,7 +27,7 @@ from meliad_like.sources.base import (
     decode,
     raise_if_remote,
 )
-from meliad_like.sources.named_splits import named_splits, names_assign, splits_of_repository, splits_of_text
+from meliad_like.sources.named_splits import named_splits, names_assign, splits_of_path, splits_of_repository
 
 SOURCE_SUFFIXES = (
     ".py", ".c", ".cc", ".cpp", ".h", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".scala", ".kt", ".swift",
@@ -58,7 +58,8 @@ class TextSource(FolderSourceConfig, FilesSourceConfig):
     (or, where all are in folders `train`, `validation` and `test` of it, below these)."""
 
     def open(self) -> Source:
-        return _open(self, self.existing_folder(), (".txt",), _each_file, splits_of=splits_of_text, headers=False)
+        splits_of = partial(splits_of_path, separators=r"[-._=\d]+")
+        return _open(self, self.existing_folder(), (".txt",), _each_file, splits_of=splits_of, headers=False)
 
 
 @SOURCES.register("repositories")
@@ -135,20 +136,12 @@ def _open(
             whole_paths = [f"{folder}/{file}".lstrip("/") for file in members]
             split = config.split_of(name, None if by_share else splits[whole_paths[0]])
             reading = (tuple(members), headers, config.undecodable == "skip", config.encoding)
-            named = zip(members, whole_paths, strict=True)
-            contents += [
-                SourceFile(f"{split}/{name}/{file}", os.path.join(root, path), files[path], len(shards))
-                for file, path in named
-            ]
+            for file, path in zip(members, whole_paths, strict=True):
+                full_name, place = f"{split}/{name}/{file}", os.path.join(root, path)
+                contents.append(SourceFile(full_name, place, files[path], len(shards)))
             shards.append((partial(read_files, name, split, base, *reading),).__iter__)
-    return Source(
-        tuple(shards),
-        len(shards),
-        tuple(contents),
-        by_share and not config.listed,
-        passed_over,
-        documents_at_once=READERS_AT_ONCE if is_remote(root) else 1,
-    )
+    dealt, at_once = by_share and not config.listed, READERS_AT_ONCE if is_remote(root) else 1
+    return Source(tuple(shards), len(shards), tuple(contents), dealt, passed_over, documents_at_once=at_once)
 
 
 def read_files(

@@ -1,8 +1,6 @@
-"""Data sets of the Hugging Face Hub: their files of records, without the library `datasets`.
+"""Data sets of the Hugging Face Hub, whose files are read through hf:// as those of a folder are.
 
-The files are read through hf:// as those of a folder are: one after the other, some rows at a time, with the same
-errors for damaged ones, and in parts on several machines. `datasets` would write a copy of each data set to the disk,
-or stream records that have no place in a file.
+The library `datasets` would write a copy of each data set to the disk, or stream records that have no place in a file.
 """
 
 import re
@@ -118,10 +116,8 @@ class HuggingFaceSource(ParquetSource, JsonLinesSource):
         for split, pattern in patterns:
             matches = [file for file in listed if re.fullmatch(glob_translate(pattern), file)]
             if not (matches or self.exclude):
-                raise UserError(
-                    f"{card} names files {pattern!r}, of which none has a suffix of {', '.join(self.usual_suffixes)}: "
-                    f"perhaps HuggingFaceSource.revision = {CONVERTED!r} has"
-                )
+                problem = f"names files {pattern!r}, of which none has a suffix of {', '.join(self.usual_suffixes)}"
+                raise UserError(f"{card} {problem}: perhaps HuggingFaceSource.revision = {CONVERTED!r} has")
             if matches and len(known := splits_of_path(f"{split}/")) != 1:
                 way_out = "leave its files out with HuggingFaceSource.exclude"
                 raise UserError(f"{card} has a split {split!r}, none of train, validation and test: {way_out}")

@@ -26,8 +26,6 @@ from meliad_like.sources.base import SourceConfig
 WORDS = dict.fromkeys(("train", "training", "trn"), "train")
 WORDS |= dict.fromkeys(("validation", "valid", "val", "dev", "development", "eval", "evaluation"), "validation")
 WORDS |= dict.fromkeys(("test", "testing", "tst", "heldout", "holdout"), "test")
-
-
 VAGUE = ("eval", "evaluation", "heldout", "holdout")
 """Words that may stand for both splits that are held out; another word decides which, if there is one."""
 
@@ -36,32 +34,23 @@ def splits_of_path(file: str, separators: str = r"[\W\d_]+") -> set[str]:
     """The split that a file is for by the names of its folders and its own; empty if they name none, several if they
     contradict each other. `separators` is the pattern of what separates words in the name of the file."""
     folder, _, name = file.rpartition("/")
-    in_folders, in_name = _split_words(_stems(folder)), _split_words(_stems(name, separators))
+    in_folders, in_name = _stems(folder) & WORDS.keys(), _stems(name, separators) & WORDS.keys()
     if not in_folders:
         return _splits_in(in_name)
     # Nothing but words for splits, and what may stand beside them.
-    is_whole_name = {*_stems(name.partition(".")[0], separators)} <= {*WORDS, "", "of", "split"}
+    is_whole_name = _stems(name.partition(".")[0], separators) <= {*WORDS, "", "of", "split"}
     says_which = in_folders <= {*VAGUE} and not _splits_in(in_name - {*VAGUE}) <= {"train"}
     return _splits_in(in_folders | in_name if is_whole_name or says_which else in_folders)
-
-
-def splits_of_text(file: str) -> set[str]:
-    """The same for a text file, whose name may be a title."""
-    return splits_of_path(file, r"[-._=\d]+")
 
 
 def splits_of_repository(file: str) -> set[str]:
     """The split that the first folder of a path is named after: names inside of a repository don't count."""
     first, slash, _ = file.partition("/")
-    return _splits_in(_split_words(_stems(first, "/"))) if slash else set()
+    return _splits_in(_stems(first, "/") & WORDS.keys()) if slash else set()
 
 
-def _stems(name: str, separators: str = r"[\W\d_]+") -> list[str]:
-    return [re.sub("(set|data)$", "", word.strip().lower()) for word in re.split(separators, name)]
-
-
-def _split_words(stems: Iterable[str]) -> set[str]:
-    return {stem for stem in stems if stem in WORDS}
+def _stems(name: str, separators: str = r"[\W\d_]+") -> set[str]:
+    return {re.sub("(set|data)$", "", word.strip().lower()) for word in re.split(separators, name)}
 
 
 def _splits_in(words: set[str]) -> set[str]:
@@ -79,15 +68,12 @@ def named_splits(
     named = {file: splits_of(file) for file in files}
     if not any(named.values()):
         return {}
-    way_out = (
-        f"move or rename it, leave it out with {type(config).__name__}.exclude, or, if no name means a split, set "
-        "FolderSourceConfig.splits_by_name = False"
-    )
+    way_out = f"move or rename it, leave it out with {type(config).__name__}.exclude, or, if no name means a split,"
+    way_out += " set FolderSourceConfig.splits_by_name = False"
     for file, splits in named.items():
         if len(splits) > 1:
             raise UserError(f"{root / file} is named after several splits ({', '.join(sorted(splits))}): {way_out}")
-    unnamed = [file for file, splits in named.items() if not splits]
-    if unnamed:
+    if unnamed := [file for file, splits in named.items() if not splits]:
         example = next(file for file, splits in named.items() if splits)
         raise UserError(f"{root} has paths named after splits, such as {example}, but {unnamed[0]} is not: {way_out}")
     return {file: split for file, (split,) in named.items()}

@@ -74,8 +74,8 @@ class Vocabulary:
         self._settings = {"kind": self.kind, "size_multiple": size_multiple, **settings}
         if stop_tokens:
             self._settings["stop_tokens"] = list(stop_tokens)
-        ends = () if end_of_document is None else (end_of_document,)
-        self.end_tokens = tuple(dict.fromkeys((*ends, *stop_tokens)))
+        ends = [end for end in (end_of_document, *stop_tokens) if end is not None]
+        self.end_tokens = tuple(dict.fromkeys(ends))
         """The ids at which a model stops: first that of `end_of_document`, if there is one."""
         self.lossless = lossless
         """Whether decoding restores every text. If not, bits per byte are too low, and depend on the vocabulary."""

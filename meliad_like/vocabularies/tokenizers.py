@@ -31,29 +31,18 @@ END_OF_WORD = re.compile(r"[^\W\d_](?=\W)")
 # The ways of splitting text that lose nothing of it, unless they are told to remove what they split at.
 KEEPING_STEPS = ("ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts")
 
-
-def _byte_characters() -> dict[int, str]:
-    """The characters in which byte-level vocabularies write the bytes; printable bytes stand for themselves."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    further = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(further)}
-
-
-BYTE_CHARACTERS = {character: byte for byte, character in _byte_characters().items()}
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_CHARACTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The bytes by the characters in which byte-level vocabularies write them; printable bytes stand for themselves."""
 SPACE = "\u2581"
 """The character in which SentencePiece writes a space."""
 BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
 """The tokens for the bytes of a character that has no token of its own, in vocabularies of characters."""
+_SPACES = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
 OF_CHARACTERS = (
     {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-    {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ],
-    },
+    {"type": "Sequence", "decoders": [_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]},
 )
 """The normalizer and the decoder of a BPE of characters that puts no space before a text, such as Gemma's."""
 
@@ -90,12 +79,7 @@ class TokenizersVocabulary(Vocabulary):
     kind, file_name = "tokenizers", TOKENIZER_NAME
 
     def __init__(
-        self,
-        tokenizer_json: str,
-        end_token: str,
-        size_multiple: int = 1,
-        stop_tokens: Sequence[int] = (),
-        begin_token: str = "",
+        self, tokenizer_json: str, end_token: str, size_multiple=1, stop_tokens: Sequence[int] = (), begin_token=""
     ):
         """`tokenizer_json` is the contents of a tokenizer.json; documents end with `end_token`, and begin with
         `begin_token` ("": none). Raises a UserError if it is no such BPE, or texts are encoded to its end token."""
@@ -130,9 +114,8 @@ class TokenizersVocabulary(Vocabulary):
         for i, token in added.items():
             piece = b"" if token.special else token.content.replace(SPACE, " " if of_characters else SPACE).encode()
             # A token that is both added and merged from bytes may have two texts.
-            if piece != pieces[i] and token.content in merged and self._merges_to(pieces[i], i):
-                lossless = False
-            if not token.special and (token.lstrip or token.rstrip):
+            has_two = piece != pieces[i] and token.content in merged and self._merges_to(pieces[i], i)
+            if has_two or (not token.special and (token.lstrip or token.rstrip)):
                 lossless = False
             pieces[i] = piece
         pieces[end] = b""
@@ -195,8 +178,8 @@ class TokenizersVocabulary(Vocabulary):
 
 
 def _of_text_alone(tokenizer_json: str, end_token: str) -> tuple[str, dict[str, Any]]:
-    """A tokenizer.json whose tokens are a function of the text, and its contents. Only what determines tokens is
-    changed: without such settings it is the same file, with the same fingerprint."""
+    """A tokenizer.json whose tokens are a function of the text, and its contents: the same file, with the same
+    fingerprint, if nothing in it had to be changed."""
     settings = json.loads(tokenizer_json)
     before, model = json.dumps(settings), settings["model"]
     if model.get("dropout"):
