@@ -184,7 +184,12 @@ def _write_version(folder: Path, work: Work, num_workers: int, for_training: boo
 
 
 def prepare_part(
-    source: SourceConfig, vocabulary: VocabularyConfig, folder: epath.PathLike, part: int, number: int, num_workers=0
+    source: SourceConfig,
+    vocabulary: VocabularyConfig,
+    folder: epath.PathLike,
+    part: int,
+    number: int,
+    num_workers: int = 0,
 ) -> None:
     """Writes a part of the token store in `folder`, if it is not there: `part`, from 1, of a `number` of parts.
 

@@ -12,13 +12,7 @@ from meliad_like.caches import keep_compiled_programs
 from meliad_like.config import read_changes
 from meliad_like.errors import UserError
 from meliad_like.generation.beam_search import BeamConfig, Beams, beam_search
-from meliad_like.generation.reading import (
-    GenerationState,
-    RequestedResults,
-    join_states,
-    load_state,
-    take_states,
-)
+from meliad_like.generation.reading import GenerationState, RequestedResults, join_states, load_state, take_states
 from meliad_like.generation.sampling import SamplingConfig
 from meliad_like.generation.streaming import Generator, check_prompts
 from meliad_like.layers.basic import check_tokens

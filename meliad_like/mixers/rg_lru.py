@@ -24,11 +24,7 @@ from meliad_like.errors import UserError
 from meliad_like.kernels.registry import CONVOLUTIONS, SCANS, kernel_of
 from meliad_like.layers.basic import Linear, parameter
 from meliad_like.layers.flops import Flops
-from meliad_like.layers.linear_recurrence import (
-    convolve_segment,
-    convolve_tokens,
-    scan_channels,
-)
+from meliad_like.layers.linear_recurrence import convolve_segment, convolve_tokens, scan_channels
 from meliad_like.mixers.base import MIXERS, DecoderShape, Mixer, MixerConfig, Traits, check_taps, projection_flops
 from meliad_like.registry import size
 from meliad_like.validation import check_not_negative, check_positive

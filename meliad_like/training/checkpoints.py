@@ -2,9 +2,9 @@
 
 orbax writes a checkpoint into a temporary folder, which it renames when the checkpoint is complete. Before the rename
 process 0 adds a manifest of checksums, so that damage of a file is noticed and an older checkpoint is used, and flushes
-all files; older checkpoints are deleted when the rename is on the disk, too. Arrays are
-stored under the names of their paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and
-the parameters separately, so that evaluation reads only them.
+all files; older checkpoints are deleted when the rename is on the disk, too. Arrays are stored under the names of their
+paths (`optimizer_state/0/v_row/embedding`), not under the classes of the tree, and the parameters separately, so that
+evaluation reads only them.
 """
 
 import json
