@@ -15,7 +15,7 @@ import test_attention_kernel_states as of_states
 import test_linear_recurrence as of_recurrence
 from jax.experimental.pallas import tpu as pltpu
 
-from meliad_like.kernels import convolution_tpu, memory_tpu, recurrence_tpu, window_tpu
+from meliad_like.kernels import convolution_tpu, memory_tpu, recurrence_tpu, window_tpu_programs
 from meliad_like.kernels.common import tpu_params
 from meliad_like.kernels.convolution_tpu import convolve_in_kernel
 from meliad_like.kernels.scan_tpu import scan_in_kernel
@@ -107,7 +107,7 @@ def largest_error(subject: str, w: int, rows: int, k: int, dtype: str, cores: in
 
 def break_it() -> None:
     """Lets the cores divide the lanes of a head among them, although all lanes add to the same gradients."""
-    window_tpu.tpu_params = lambda *_: tpu_params("parallel", "parallel", "arbitrary")
+    window_tpu_programs.tpu_params = lambda *_: tpu_params("parallel", "parallel", "arbitrary")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from decoders import with_mixer
 
-from meliad_like.kernels import check, span, window_tpu
+from meliad_like.kernels import check, span, window_tpu_programs
 from meliad_like.kernels.registry import KERNELS, RECURRENCES, SCANS
 from meliad_like.mesh import MeshConfig, make_mesh
 from meliad_like.mixers import kernel_check
@@ -71,8 +71,8 @@ def test_a_kernel_that_agrees_is_used(checked, monkeypatch, name, dtype, dropout
 
 
 def test_a_kernel_with_a_wrong_index_is_refused(checked, monkeypatch):
-    sheared = window_tpu._sheared
-    monkeypatch.setattr(window_tpu, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
+    sheared = window_tpu_programs._sheared
+    monkeypatch.setattr(window_tpu_programs, "_sheared", lambda x, right: jnp.roll(sheared(x, right), 1, axis=1))
     kernel, line = checked(CONFIG)
     assert kernel == "none" and line.count("\n") == 1
     assert line.startswith("attention kernel: the default is used instead: the window: the error of ")

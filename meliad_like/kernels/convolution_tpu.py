@@ -14,9 +14,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import call_kernel, sharded_on_mesh, tpu_params
-from meliad_like.layers.losses import divisor
-from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.kernels.common import (
+    LANES,
+    Grid,
+    Interpret,
+    differentiable,
+    largest_part,
+    sharded_on_mesh,
+    sharded_vectors,
+    tpu_params,
+)
 
 TILE = 128
 """Compiled for a TPU, blocks and the number of channels must be multiples of it."""
@@ -37,78 +44,57 @@ def convolve_in_kernel(
     filters: Float[Array, "taps channels"],
     start: Bool[Array, "b c"],
     *,
-    interpret: bool | pltpu.InterpretParams = False,
+    interpret: Interpret = False,
 ) -> Float[Array, "b n channels"]:
     """Computes `convolve`, also under a mesh, where each device computes its lanes and channels."""
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    parts = jax.sharding.get_abstract_mesh().shape.get(heads, 1)
-    channels = heads if inputs.shape[2] % parts == 0 else None
-    vectors = PartitionSpec(lanes, None, channels)
-    in_specs = vectors, vectors, PartitionSpec(None, channels), PartitionSpec(lanes)
-
-    def run(*arguments: Array) -> Any:
-        return _convolve(interpret, *arguments)
-
+    vectors = sharded_vectors(inputs.shape[2])
+    in_specs = vectors, vectors, PartitionSpec(*vectors[1:]), PartitionSpec(LANES)
+    run = functools.partial(_convolve, interpret)
     return sharded_on_mesh(run, in_specs, vectors)(inputs, recent.astype(inputs.dtype), filters, start)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(interpret, inputs, recent, filters, start):
-    return _convolve_forward(interpret, inputs, recent, filters, start)[0]
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _convolve_forward(interpret, inputs, recent, filters, start):
-    call, spec, of_recent, of_filters = _grid(interpret, inputs, recent, filters, start, reversed=False)
-    read = (inputs, spec), (recent, of_recent), (filters, of_filters)
-    [result] = call(_forward_kernel, read, [(jax.ShapeDtypeStruct(inputs.shape, jnp.float32), spec)])
-    return result, (inputs, recent, filters, start)
+def _convolve_forward(interpret, *inputs):
+    written = [(jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32), "bnx")]
+    [result] = _call(interpret, _forward_kernel, inputs, [], written, reversed=False)
+    return result, inputs
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _convolve_backward(interpret, saved, cotangent):
     inputs, recent, filters, _ = saved
-    call, spec, of_recent, of_filters = _grid(interpret, *saved, reversed=True)
-    (taps, channels), b = filters.shape, len(inputs)
-    by_lane = jax.ShapeDtypeStruct((b, taps, channels), jnp.float32)
-    of_lane = pl.BlockSpec((None, taps, run_size(channels)), lambda b, i, s: (b, 0, i))
-    read = (inputs, spec), (recent, of_recent), (filters, of_filters), (cotangent, spec)
-    results = call(_backward_kernel, read, [(inputs, spec), (recent, of_recent), (by_lane, of_lane)])
-    return results[0], results[1], jnp.sum(results[2], axis=0).astype(filters.dtype), None
+    by_lane = jax.ShapeDtypeStruct((len(inputs), *filters.shape), jnp.float32)
+    written = [(inputs, "bnx"), (recent, "brx"), (by_lane, "bfx")]
+    of_inputs, of_recent, of_filters = _call(interpret, _backward_kernel, saved, [cotangent], written, reversed=True)
+    return of_inputs, of_recent, jnp.sum(of_filters, axis=0).astype(filters.dtype), None
 
 
-_convolve.defvjp(_convolve_forward, _convolve_backward)
+_convolve = differentiable(_convolve_forward, _convolve_backward)
 
 
-def _grid(interpret, inputs, recent, filters, start, reversed: bool):
-    """How a kernel is called, and the parts that a run of it sees of vectors, recent inputs and filters.
-
-    The grid is that of lanes, some channels, and some tokens of a block.
-    """
+def _call(interpret, kernel, inputs, cotangents, written, *, reversed: bool) -> list[Any]:
+    """Runs a kernel in the grid of lanes, some channels, and some tokens of a block. `written` are pairs of an array
+    and its axes."""
+    inputs, recent, filters, start = inputs
     (b, n, channels), block = inputs.shape, inputs.shape[1] // start.shape[1]
     width, t = run_size(channels), run_size(block)
     steps = n // t
-
-    def at(s):
-        return steps - 1 - s if reversed else s
-
+    grid = Grid(
+        {"b": b, "i": channels // width, "s": steps},
+        {"b": None, "n": t, "x": width, "r": recent.shape[1], "f": len(filters)},
+        {"n": lambda at: steps - 1 - at["s"] if reversed else at["s"], "x": "i"},
+    )
     first = jnp.zeros((b, start.shape[1], block // t), jnp.int32).at[:, :, 0].set(start).reshape(b, steps)
-    of_recent = pl.BlockSpec((None, recent.shape[1], width), lambda b, i, s: (b, 0, i))
-
-    def call(kernel, read, written):
-        read = (first, pl.BlockSpec(memory_space=pltpu.SMEM)), *read
-        grid, scratch = (b, channels // width, steps), [pltpu.VMEM((t + BEYOND, width), jnp.float32)]
-        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"convolution{kernel.__name__}"
-        return call_kernel(kernel, grid, read, written, params, scratch, interpret=interpret, name=name)
-
-    vectors = pl.BlockSpec((None, t, width), lambda b, i, s: (b, at(s), i))
-    return call, vectors, of_recent, pl.BlockSpec((filters.shape[0], width), lambda b, i, s: (0, i))
+    read = (first, pl.BlockSpec(memory_space=pltpu.SMEM)), (inputs, "bnx")
+    read = *read, (recent, "brx"), (filters, "fx"), *((x, "bnx") for x in cotangents)
+    params, scratch = tpu_params("parallel", "parallel", "arbitrary"), [pltpu.VMEM((t + BEYOND, width), jnp.float32)]
+    name = f"convolution{kernel.__name__}"
+    return grid.call(kernel, read, written, params, scratch, interpret=interpret, name=name)
 
 
 def run_size(x: int) -> int:
     """The number of tokens or channels of a run."""
-    unit = TILE if x % TILE == 0 else 1
-    return unit * divisor(x // unit, max(LARGEST // unit, 1))
+    return largest_part(x, LARGEST, TILE)
 
 
 def _forward_kernel(first, inputs, recent, filters, result, padded):

@@ -19,9 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meliad_like.kernels.common import matrix_product, sharded_on_mesh
+from meliad_like.kernels.common import HEADS, LANES, Interpret, largest_part, matrix_product, sharded_on_mesh
 from meliad_like.layers.memory_search import Hits, MemorySearch, Operations
-from meliad_like.layers.sharding import MESH_AXES_OF
 
 SLOTS = 4096
 """The most slots of a piece; with fewer the results are read and written more often."""
@@ -30,11 +29,9 @@ QUERIES = 512
 PART = 128
 """The most queries that are computed together, whose results fit into registers."""
 
-Interpret = bool | pltpu.InterpretParams
-
 
 def operations(interpret: Interpret = False) -> Operations:
-    """The kernels for a search by bucket. `interpret`: whether kernels are interpreted, on any platform, and how."""
+    """The kernels for a search by bucket."""
     return Operations(*(functools.partial(run, interpret=interpret) for run in (search, products, mix)))
 
 
@@ -102,7 +99,7 @@ def _run(
 
     def run(filled, of_queries, memory):
         (b, h, t, _), (*_, m, k) = of_queries[0].shape, memory.shape
-        queries, slots = _largest_part(t, QUERIES, min(PART, t)), _largest_part(m, SLOTS, count)
+        queries, slots = largest_part(t, QUERIES, PART), largest_part(m, SLOTS, count)
 
         def of_query(x) -> pl.BlockSpec:
             return pl.BlockSpec((None, None, queries, x.shape[3]), lambda b, h, t, m, filled: (b, h, t, 0))
@@ -125,14 +122,9 @@ def _run(
             name=kernel.__name__.strip("_"),
         )(filled.astype(jnp.int32), *of_queries, memory)
 
-    spec = PartitionSpec(MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"])
+    spec = PartitionSpec(LANES, HEADS)
     specs = spec, (spec,) * len(of_queries), spec
     return sharded_on_mesh(run, specs, spec)(filled, of_queries, memory)
-
-
-def _largest_part(size: int, most: int, unit: int) -> int:
-    """The largest divisor of `size` that is a multiple of `unit` and at most `most`, or `unit` if there is none."""
-    return max((part for part in range(unit, most + 1, unit) if size % part == 0), default=unit)
 
 
 def _search_kernel(count, filled, query, key, score, row):
@@ -210,6 +202,6 @@ class _Piece:
 def _parts(of_queries) -> Iterator[slice]:
     """The queries that are computed together."""
     num_queries = len(of_queries)
-    size = _largest_part(num_queries, PART, min(PART, num_queries))
+    size = largest_part(num_queries, PART, PART)
     for begin in range(0, num_queries, size):
         yield slice(begin, begin + size)

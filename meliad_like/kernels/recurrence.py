@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.kernels.common import sharded_on_mesh
+from meliad_like.kernels.common import HEADS, LANES, sharded_on_mesh, sharded_vectors
 from meliad_like.layers.linear_recurrence import Rule
-from meliad_like.layers.sharding import MESH_AXES_OF, scan_in_order
+from meliad_like.layers.sharding import scan_in_order
 
 
 def read_on_mesh(
@@ -21,12 +21,11 @@ def read_on_mesh(
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
     """Runs a kernel with arguments and results as `read_chunks`; under a mesh, each device runs it for its lanes and
     heads."""
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    by_head = PartitionSpec(lanes, heads)
+    by_lane, by_head = PartitionSpec(LANES), PartitionSpec(LANES, HEADS)
     groups = rule.query.shape[1]
     # All devices have a group that all heads share.
-    shared = by_head if groups > 1 else PartitionSpec(lanes)
-    if groups > 1 and groups % jax.sharding.get_abstract_mesh().shape.get(heads, 1):
+    shared = by_head if groups > 1 else by_lane
+    if groups > 1 and groups % jax.sharding.get_abstract_mesh().shape.get(HEADS, 1):
         # A mesh that can't divide the groups divides the heads, each with its own queries and keys: of several groups,
         # a device could not tell which one its heads belong to.
         query, key = (jnp.repeat(x, rule.value.shape[1] // groups, axis=1) for x in (rule.query, rule.key))
@@ -36,8 +35,7 @@ def read_on_mesh(
     def run(rule, matrix, start):
         return scan_in_order(lambda matrix: read(rule, matrix, start), matrix)
 
-    in_specs = of_rule, by_head, PartitionSpec(lanes)
-    return sharded_on_mesh(run, in_specs, (by_head, by_head))(rule, matrix, start)
+    return sharded_on_mesh(run, (of_rule, by_head, by_lane), (by_head, by_head))(rule, matrix, start)
 
 
 def scan_on_mesh(
@@ -48,10 +46,8 @@ def scan_on_mesh(
 ) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
     """Runs a kernel with the arguments of `scan_channels` that returns the states after all tokens; under a mesh, each
     device runs it for its lanes and channels. Returns what `scan_channels` does."""
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    parts = jax.sharding.get_abstract_mesh().shape.get(heads, 1)
-    channels = heads if state.shape[1] % parts == 0 else None
-    vectors, of_state = PartitionSpec(lanes, None, channels), PartitionSpec(lanes, channels)
+    vectors = sharded_vectors(state.shape[1])
+    of_state = PartitionSpec(vectors[0], vectors[2])
 
     def run(decay, added, state):
         def scan_blocks(state):
@@ -61,6 +57,11 @@ def scan_on_mesh(
         return scan_in_order(scan_blocks, state)
 
     return sharded_on_mesh(run, (vectors, vectors, of_state), (of_state, vectors))(decay, added, state)
+
+
+def times(dtype: Any, x: Array, factor: Array) -> Array:
+    """The product with a factor in float32, rounded to the dtype of the factors of products."""
+    return (x.astype(jnp.float32) * factor).astype(dtype)
 
 
 def begins_document(start: Bool[Array, "b blocks"], num_chunks: int) -> Int[Array, "b c"]:

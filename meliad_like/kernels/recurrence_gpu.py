@@ -13,18 +13,16 @@ Every sum has one order, so results are always the same.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.kernels import recurrence_gpu_programs as programs
-from meliad_like.kernels.common import Specs, call_kernel
+from meliad_like.kernels.common import Grid, differentiable
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
 from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved, Sequence
@@ -91,60 +89,55 @@ def _read_segment(options: Options, chunk: int, rule: Rule, matrix: Array, start
         products = Products(of_queries.astype(options.dtype), of_keys[0] if of_keys else None, decay, until_end)
     inputs = Chunk(query, key, value, rule.strength, *products)
     first = begins_document(start, log_decay.shape[1])
-    matrix, read = cast(tuple[Array, Array], _read(options, inputs, matrix, first))
+    matrix, read = _read(options, inputs, matrix, first)
     return matrix, read.astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(options: Options, inputs: Chunk, matrix: Array, first: Array) -> tuple[Array, Array]:
-    return _read_forward(options, inputs, matrix, first)[0]
-
-
 def _read_forward(options, inputs, matrix, first):
-    grid = _Grid(options, inputs, first)
-    at, through = grid.at_chunk, grid.through_segment
+    grids = _Grids(options, inputs, first)
+    at, through = grids.at_chunk, grids.through_segment
     inverse, of_keys, update = None, None, inputs.value
     if inputs.strength is not None:
-        read = (inputs.of_keys, at("bcgrtt")), (inputs.strength, at("bhn1"))
-        [inverse] = grid.call(programs.inverse_kernel, at, read, [grid.new(at, "bcgrtt", jnp.float32)], warps=1)
-        update, of_keys = grid.solved(inverse, with_values=True)
-    read = (matrix, through("bhpk")), (update, through("bhnp")), (of_keys, through("bhnk"))
-    corrected = (None, None) if of_keys is None else grid.new(through, "bhnp")
-    written = grid.new(through, "bhcpk"), corrected, grid.new(through, "bhpk", jnp.float32)
-    before, corrected, after = grid.call(programs.states_kernel, through, [grid.sequence, *read], written)
+        read, written = [(inputs.of_keys, "bcgrtt"), (inputs.strength, "bhn1")], [grids.new("bcgrtt", jnp.float32)]
+        [inverse] = grids.call(programs.inverse_kernel, at, read, written, warps=1)
+        update, of_keys = grids.solved(inverse, with_values=True)
+    read = grids.sequence, (matrix, "bhpk"), (update, "bhnp"), (of_keys, "bhnk")
+    corrected = (None, None) if of_keys is None else grids.new("bhnp")
+    written = grids.new("bhcpk"), corrected, grids.new("bhpk", jnp.float32)
+    before, corrected, after = grids.call(programs.states_kernel, through, read, written)
     update = update if of_keys is None else corrected
-    read = grid.chunk, (before, at("bhcpk")), (update, at("bhnp"))
-    [read] = grid.call(programs.read_kernel, at, read, [grid.new(at, "bhnp")])
+    read = grids.chunk, (before, "bhcpk"), (update, "bhnp")
+    [read] = grids.call(programs.read_kernel, at, read, [grids.new("bhnp")])
     return (after, read), (inputs, first, before, update, inverse)
 
 
 def _read_backward(options, saved, cotangents):
     inputs, first, before, update, inverse = saved
     of_after, cotangent = cotangents
-    grid = _Grid(options, inputs, first)
-    at, through, group = grid.at_chunk, grid.through_segment, grid.at_group
-    of_keys = None if inverse is None else grid.solved(inverse, with_values=False)[1]
-    read = grid.chunk, (cotangent, at("bhnp"))
-    [of_read] = grid.call(programs.read_gradient_kernel, at, read, [grid.new(at, "bhnp")])
-    read = (inputs.query, through("bgnk")), (cotangent, through("bhnp")), (of_after, through("bhpk"))
-    read = *read, (of_read, through("bhnp")), (of_keys, through("bhnk"))
-    written = grid.new(through, "bhcpk"), grid.new(through, "bhnp"), grid.new(through, "bhpk", jnp.float32)
-    of_state, of_update, of_matrix = grid.call(
-        programs.states_gradient_kernel, through, [grid.sequence, *read], written
-    )
-
-    specs, of_inputs = Saved(*[group("bhcpk")] * 2, *[group("bhnp")] * 3, inverse=group("bcgrtt")), _of_chunk(group)
-    read = (inputs, of_inputs), (Saved(before, of_state, update, of_update, cotangent, inverse), specs)
+    grids = _Grids(options, inputs, first)
+    of_keys = None if inverse is None else grids.solved(inverse, with_values=False)[1]
+    read = grids.chunk, (cotangent, "bhnp")
+    [of_read] = grids.call(programs.read_gradient_kernel, grids.at_chunk, read, [grids.new("bhnp")])
+    read = grids.sequence, (inputs.query, "bgnk"), (cotangent, "bhnp"), (of_after, "bhpk"), (of_read, "bhnp")
+    read = *read, (of_keys, "bhnk")
+    written = grids.new("bhcpk"), grids.new("bhnp"), grids.new("bhpk", jnp.float32)
+    of_state, of_update, of_matrix = grids.call(programs.states_gradient_kernel, grids.through_segment, read, written)
+    saved = Saved(before, of_state, update, of_update, cotangent, inverse)
+    read = grids.chunk, (saved, Saved("bhcpk", "bhcpk", "bhnp", "bhnp", "bhnp", "bcgrtt"))
     written = inputs if inverse is not None else inputs._replace(value=None)
-    [gradients] = grid.call(programs.input_gradient_kernel, group, read, [(written, of_inputs)])
+    [gradients] = grids.call(programs.input_gradient_kernel, grids.at_group, read, [(written, OF_CHUNK)])
     return gradients if inverse is not None else gradients._replace(value=of_update), of_matrix, None
 
 
-_read.defvjp(_read_forward, _read_backward)
+_read = differentiable(_read_forward, _read_backward)
+
+OF_CHUNK = Chunk("bgnk", "bgnk", "bhnp", "bhn1", "bcgrtt", "bcgrtt", "bcgrte", "bcgrte")
+OF_SEQUENCE = Sequence("bc", "bgnk", "bcgrte", "bcgrte")
+"""The axes of a segment's arrays."""
 
 
-class _Grid:
-    """The sizes of a segment's arrays by the letters of their axes, and how its kernels are called.
+class _Grids:
+    """The grids of the kernels for a segment's arrays, by the letters of their axes.
 
     A segment has `n` tokens in `c` chunks of `t`, and `h` heads in `g` groups of `r`. The other letters are those of
     `recurrence_gpu_programs.py`.
@@ -153,71 +146,36 @@ class _Grid:
     def __init__(self, options: Options, inputs: Chunk, first: Int[Array, "b c"]):
         self.options = options
         b, c, g, r, t, e = inputs.decay.shape
-        sizes = {"b": b, "c": c, "g": g, "r": r, "t": t, "e": e, "h": g * r, "n": c * t, "1": 1}
-        self.sizes = sizes | {"p": inputs.value.shape[3], "k": inputs.key.shape[3]}
-        through = self.through_segment
-        specs = Sequence(through("bc"), through("bgnk"), through("bcgrte"), through("bcgrte"))
-        self.sequence = Sequence(first, inputs.key, inputs.until_end, inputs.decay), specs
-        self.chunk = inputs, _of_chunk(self.at_chunk)
-
-    def new(self, specs: Specs, axes: str, dtype: Any = None) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """An array to write with its specs; in the dtype of products if none is given."""
-        shape = tuple(self.sizes[axis] for axis in axes)
-        return jax.ShapeDtypeStruct(shape, dtype or self.options.dtype), specs(axes)
-
-    def _specs(self, grid: str, parts: dict[str, int | None], places: dict[str, Callable[..., Any]]) -> Specs:
-        return Specs({axis: self.sizes[axis] for axis in grid}, self.sizes | parts, places)
-
-    def _of_head(self) -> dict[str, Callable[..., Any]]:
-        """The places of a head's group, and of the head in it."""
-        if (r := self.sizes["r"]) == 1:
-            return {"g": lambda at: at["h"]}
-        return {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}
-
-    @functools.cached_property
-    def at_chunk(self) -> Specs:
+        h, p, k = g * r, inputs.value.shape[3], inputs.key.shape[3]
+        self.sizes = {"b": b, "c": c, "g": g, "r": r, "t": t, "e": e, "h": h, "n": c * t, "1": 1, "p": p, "k": k}
+        self.sequence = Sequence(first, inputs.key, inputs.until_end, inputs.decay), OF_SEQUENCE
+        self.chunk = inputs, OF_CHUNK
+        # The places of a head's group, and of the head in it.
+        of_head = {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}
+        of_head = {"g": "h"} if r == 1 else of_head
+        one = dict.fromkeys("bcghr")
+        self.at_chunk = Grid({"c": c, "h": h, "b": b}, self.sizes | one | {"n": t}, {"n": "c"} | of_head)
         """One program for each chunk of each head."""
-        parts = dict.fromkeys("bcghr") | {"n": self.sizes["t"]}
-        return self._specs("chb", parts, {"n": lambda at: at["c"]} | self._of_head())
-
-    @functools.cached_property
-    def at_group(self) -> Specs:
+        of_group = self.sizes | dict.fromkeys("bcg") | {"h": r, "n": t}
+        self.at_group = Grid({"c": c, "g": g, "b": b}, of_group, {"n": "c", "h": "g"})
         """One program for each chunk of each group of heads that share queries and keys."""
-        parts = dict.fromkeys("bcg") | {"h": self.sizes["r"], "n": self.sizes["t"]}
-        return self._specs("cgb", parts, {"n": lambda at: at["c"], "h": lambda at: at["g"]})
-
-    @functools.cached_property
-    def through_segment(self) -> Specs:
+        values = math.gcd(options.values, p)
+        of_values = self.sizes | dict.fromkeys("bghr") | {"p": values}
+        self.through_segment = Grid({"p": p // values, "h": h, "b": b}, of_values, of_head)
         """One program for some channels of the values of each head."""
-        sizes, size = self.sizes, math.gcd(self.options.values, self.sizes["p"])
-        grid = {"p": sizes["p"] // size, "h": sizes["h"], "b": sizes["b"]}
-        return Specs(grid, sizes | dict.fromkeys("bghr") | {"p": size}, self._of_head())
+
+    def new(self, axes: str, dtype: Any = None) -> tuple[jax.ShapeDtypeStruct, str]:
+        """An array to write with its axes; in the dtype of products if none is given."""
+        return jax.ShapeDtypeStruct(tuple(self.sizes[axis] for axis in axes), dtype or self.options.dtype), axes
 
     def solved(self, inverse: Array, with_values: bool) -> list[Any]:
         """The results of `solved_kernel`."""
-        at = self.at_chunk
-        of_values = self.new(at, "bhnp") if with_values else (None, None)
-        read = self.chunk, (inverse, at("bcgrtt"))
-        return self.call(programs.solved_kernel, at, read, [of_values, self.new(at, "bhnk")])
+        written = self.new("bhnp") if with_values else (None, None), self.new("bhnk")
+        return self.call(programs.solved_kernel, self.at_chunk, [self.chunk, (inverse, "bcgrtt")], written)
 
-    def call(self, kernel, specs: Specs, read, written, warps: int | None = None) -> list[Any]:
-        """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
-        options, is_chunk = self.options, specs is not self.through_segment
-        read, written = ([(x, _with_array(x, spec)) for x, spec in pairs] for pairs in (read, written))
+    def call(self, kernel, grid: Grid, read, written, warps: int | None = None) -> list[Any]:
+        """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and axes."""
+        options, is_chunk = self.options, grid is not self.through_segment
         warps, stages = warps or options.warps[is_chunk], options.stages[is_chunk]
         run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=warps, num_stages=stages)
-        grid = tuple(specs.grid.values())
-        return call_kernel(run, grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
-
-
-def _of_chunk(specs: Specs) -> Chunk:
-    """The parts of a segment's arrays."""
-    axes = "bgnk", "bgnk", "bhnp", "bhn1", "bcgrtt", "bcgrtt", "bcgrte", "bcgrte"
-    return Chunk(*map(specs, axes))
-
-
-def _with_array(arrays: Any, specs: Any) -> Any:
-    """The specs of the arrays that are not None."""
-    if isinstance(arrays, Chunk | Saved):
-        return type(arrays)(*map(_with_array, arrays, specs))
-    return None if arrays is None else specs
+        return grid.call(run, read, written, params, interpret=options.interpret, name=kernel.__name__)

@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.common import Specs, call_kernel
+from meliad_like.kernels.common import Grid, Ref, differentiable, row_and_column
 from meliad_like.kernels.common import matrix_product as product
+from meliad_like.kernels.recurrence import times
 from meliad_like.kernels.recurrence_gpu_programs import Options
 
 SLICE = 64
@@ -24,27 +25,27 @@ SLICE = 64
 
 
 class Channels(NamedTuple):
-    """A chunk's readers, keys and decays."""
+    """The readers, keys and decays of a chunk and head, or of all of them."""
 
-    query: Any
-    """[b, h, n, k]; in a program [t, k]."""
-    key: Any
-    """[b, h, n, k]; in a program [t, k]."""
-    log_decay: Any
-    """[b, c, h, 1, t, k], float32; in a program [t, k]."""
+    query: Float[Ref, "t k"]
+    key: Float[Ref, "t k"]
+    log_decay: Float[Ref, "t k"]
 
 
 class Products(NamedTuple):
-    """The products of a chunk's readers with its keys, and its decays."""
+    """The products of a chunk's readers with its keys, and its decays, for a head; or for all of them."""
 
-    of_queries: Any
-    """[b, c, h, 1, t, t]: the products of queries; in a program [t, t]."""
-    of_keys: Any
-    """[b, c, h, 1, t, t], float32: the products of keys."""
-    decay: Any
-    """[b, c, h, 1, t, k], float32: from the chunk's beginning to each token."""
-    until_end: Any
-    """[b, c, h, 1, t, k], float32: from each token to the chunk's end."""
+    of_queries: Float[Ref, "t t"]
+    of_keys: Float[Ref, "t t"]
+    decay: Float[Ref, "t k"]
+    """From the chunk's beginning to each token."""
+    until_end: Float[Ref, "t k"]
+    """From each token to the chunk's end."""
+
+
+OF_CHANNELS = Channels("bhnk", "bhnk", "bch1tk")
+OF_PRODUCTS = Products("bch1tt", "bch1tt", "bch1tk", "bch1tk")
+"""The axes of the arrays of all chunks and heads. All are float32 but queries, keys and the products of queries."""
 
 
 def _sums(options: Options, summed: Array, log_decay: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
@@ -53,16 +54,10 @@ def _sums(options: Options, summed: Array, log_decay: Array, contracted: tuple[i
     return product(summed.astype(jnp.float32), log_decay, contracted, precision)
 
 
-def _triangles(t: int) -> tuple[Array, Array]:
-    """The tokens whose decays are summed up to each token, and from each token to the end, [t, t]."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
-    return column <= row, column > row
-
-
 def _blocks(t: int, level) -> tuple[Array, Array]:
     """The tokens whose decays are summed for each token, in blocks of 2^level tokens: up to it in every second block,
     and from it to the end of the block in the others; and the pairs of readers and keys that have a product."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+    row, column = row_and_column(t)
     of_row, of_column = (jnp.right_shift(x, level) for x in (row, column))
     is_later = (of_row & 1) == 1
     summed = jnp.where(is_later, column <= row, column > row) & (of_row == of_column)
@@ -80,15 +75,15 @@ def products_kernel(options: Options, x: Channels, results: Products):
         summed, is_below = _blocks(t, level)
         for at in slices:
             decay = jnp.exp(_sums(options, summed, x.log_decay[:, at]))
-            query, key = (_times(options, y[:, at], decay) for y in (x.query, x.key))
+            query, key = (times(options.dtype, y[:, at], decay) for y in (x.query, x.key))
             of_queries += jnp.where(is_below, product(query, key, (1, 1)), 0)
             of_keys += jnp.where(is_below, product(key, key, (1, 1)), 0)
         return of_queries, of_keys
 
     none = jnp.zeros((t, t), jnp.float32)
     of_queries, of_keys = jax.lax.fori_loop(0, t.bit_length() - 1, add, (none, none))
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
-    until, after = _triangles(t)
+    row, column = row_and_column(t)
+    until, after = column <= row, column > row
     for at in slices:
         query, key = (y[:, at].astype(jnp.float32) for y in (x.query, x.key))
         of_queries += jnp.where(row == column, jnp.sum(query * key, axis=1, keepdims=True), 0)
@@ -98,18 +93,13 @@ def products_kernel(options: Options, x: Channels, results: Products):
     results.of_keys[...] = of_keys
 
 
-def _times(options: Options, x: Array, decay: Array) -> Array:
-    return (x.astype(jnp.float32) * decay).astype(options.dtype)
-
-
 def products_gradient_kernel(options: Options, x: Channels, cotangents: Products, gradients: Channels):
     """Writes the gradients of some channels of a chunk's inputs."""
     query, key = x.query[...].astype(jnp.float32), x.key[...].astype(jnp.float32)
     log_decay, t = x.log_decay[...], len(key)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
-    until, after = _triangles(t)
+    row, column = row_and_column(t)
     of_log_decay = jnp.zeros(key.shape, jnp.float32)
-    for summed, of_decay in ((until, cotangents.decay), (after, cotangents.until_end)):
+    for summed, of_decay in ((column <= row, cotangents.decay), (column > row, cotangents.until_end)):
         of_sum = of_decay[...] * jnp.exp(_sums(options, summed, log_decay))
         of_log_decay += _sums(options, summed, of_sum, (0, 0))
     same = jnp.where(row == column, cotangents.of_queries[...].astype(jnp.float32), 0)
@@ -119,7 +109,7 @@ def products_gradient_kernel(options: Options, x: Channels, cotangents: Products
         of_query, of_key, of_log_decay = sums
         summed, is_below = _blocks(t, level)
         decay = jnp.exp(_sums(options, summed, log_decay))
-        reader, read = _times(options, query, decay), _times(options, key, decay)
+        reader, read = times(options.dtype, query, decay), times(options.dtype, key, decay)
         of_queries, of_keys = (
             jnp.where(is_below, y[...].astype(jnp.float32), 0).astype(options.dtype)
             for y in (cotangents.of_queries, cotangents.of_keys)
@@ -145,47 +135,35 @@ def products_by_channel_in_kernel(
     log_decay: Float[Array, "b c h 1 t k"],
 ) -> Products:
     """The results of `decayed_products` with queries and keys for each head; products of a key with itself are 0."""
-    # exp(-128) is rounded to 0 in float32, so that the bound changes no decay.
+    # As in `decayed_products`: the bound changes no decay.
     return _products(options, Channels(query, key, jnp.maximum(log_decay, -128)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(options: Options, x: Channels) -> Products:
-    return _forward(options, x)[0]
-
-
 def _forward(options, x):
-    b, c, h, _, t, k = x.log_decay.shape
-    squares, decays = (jax.ShapeDtypeStruct((b, c, h, 1, t, size), jnp.float32) for size in (t, k))
-    results = Products(jax.ShapeDtypeStruct(squares.shape, options.dtype), squares, decays, decays)
-    specs, of_inputs, of_products = _specs(x, k)
-    [products] = _call(options, products_kernel, specs, [(x, of_inputs)], [(results, of_products)])
+    (*batch, t, k) = x.log_decay.shape
+    squares, decays = (jax.ShapeDtypeStruct((*batch, t, size), jnp.float32) for size in (t, k))
+    of_queries = jax.ShapeDtypeStruct(squares.shape, options.dtype)
+    results = Products(of_queries, squares, decays, decays)
+    [products] = _call(options, products_kernel, x, k, [(x, OF_CHANNELS)], (results, OF_PRODUCTS))
     return products, x
 
 
 def _backward(options, x, cotangents):
-    specs, of_inputs, of_products = _specs(x, math.gcd(x.key.shape[3], SLICE))
-    read = [(x, of_inputs), (cotangents, of_products)]
-    return tuple(_call(options, products_gradient_kernel, specs, read, [(x, of_inputs)]))
+    read, slice = [(x, OF_CHANNELS), (cotangents, OF_PRODUCTS)], math.gcd(x.key.shape[3], SLICE)
+    return tuple(_call(options, products_gradient_kernel, x, slice, read, (x, OF_CHANNELS)))
 
 
-_products.defvjp(_forward, _backward)
+_products = differentiable(_forward, _backward)
 
 
-def _specs(x: Channels, size: int) -> tuple[Specs, Channels, Products]:
-    """The parts of arrays that a program sees in a grid of chunks times slices of `size` channels, heads and lanes."""
+def _call(options: Options, kernel, x: Channels, size: int, read, written) -> list[Any]:
+    """Runs a kernel in a grid of chunks times slices of `size` channels, heads and lanes."""
     b, c, h, _, t, k = x.log_decay.shape
-    grid, places = {"c": c, "h": h, "b": b}, {"n": lambda at: at["c"]}
+    programs, places = {"c": c, "h": h, "b": b}, {"n": "c"}
     if (slices := k // size) > 1:
-        grid = {"i": c * slices, "h": h, "b": b}
+        programs = {"i": c * slices, "h": h, "b": b}
         places = dict.fromkeys("cn", lambda at: jax.lax.div(at["i"], slices))
         places["k"] = lambda at: jax.lax.rem(at["i"], slices)
-    specs = Specs(grid, dict.fromkeys("bch1") | {"n": t, "t": t, "k": size}, places)
-    decay, square = specs("bch1tk"), specs("bch1tt")
-    return specs, Channels(specs("bhnk"), specs("bhnk"), decay), Products(square, square, decay, decay)
-
-
-def _call(options: Options, kernel, specs: Specs, read, written) -> list[Any]:
-    run, grid = functools.partial(kernel, options), tuple(specs.grid.values())
-    params = triton.CompilerParams(num_warps=options.warps[1], num_stages=1)
-    return call_kernel(run, grid, read, written, params, interpret=options.interpret, name=kernel.__name__)
+    grid = Grid(programs, dict.fromkeys("bch1") | {"n": t, "t": t, "k": size}, places)
+    run, params = functools.partial(kernel, options), triton.CompilerParams(num_warps=options.warps[1], num_stages=1)
+    return grid.call(run, read, [written], params, interpret=options.interpret, name=kernel.__name__)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from meliad_like.kernels.common import Ref, row_and_column
 from meliad_like.kernels.common import matrix_product as product
+from meliad_like.kernels.recurrence import times
 
 SQUARE = 16
 """The side of the squares of which the inverse of a triangular matrix is made."""
@@ -40,23 +42,19 @@ class Options(NamedTuple):
 class Chunk(NamedTuple):
     """The inputs of a chunk: the rule that its tokens apply to the states of a head."""
 
-    query: Any
-    """[t, k]: the queries."""
-    key: Any
-    """[t, k]: the keys."""
-    value: Any
-    """[t, p]: the values."""
-    strength: Any
-    """[t, 1]: the writing strength; None: values are written as they are."""
-    of_queries: Any
-    """[t, t]: the products of queries with keys, times the decay between the two; 0 above the diagonal."""
-    of_keys: Any
-    """[t, t]: the products of keys with keys, times the decay between the two; the diagonal is not used. None: without
-    strength."""
-    decay: Any
-    """[t, e]: the decay of the state from the chunk's beginning to each token."""
-    until_end: Any
-    """[t, e]: the decay from each token to the chunk's end."""
+    query: Float[Ref, "t k"]
+    key: Float[Ref, "t k"]
+    value: Float[Ref, "t p"]
+    strength: Float[Ref, "t 1"]
+    """The writing strength of the delta rule; None: values are written as they are."""
+    of_queries: Float[Ref, "t t"]
+    """The products of queries with keys, times the decay between the two; 0 above the diagonal."""
+    of_keys: Float[Ref, "t t"]
+    """The same of keys with keys; the diagonal is not used. None: without strength."""
+    decay: Float[Ref, "t e"]
+    """The decay of the state from the chunk's beginning to each token."""
+    until_end: Float[Ref, "t e"]
+    """The decay from each token to the chunk's end."""
 
 
 def exactly(options: Options) -> Any:
@@ -69,20 +67,15 @@ def exactly(options: Options) -> Any:
     return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
-def squares(t: int) -> tuple[int, int]:
-    """The number of squares along a side of a triangular matrix, and their side."""
-    side = min(t, SQUARE)
-    return t // side, side
-
-
 def inverse_kernel(options: Options, of_keys, strength, inverse):
     """Writes the inverse [t, t] of I + strength (products of keys below the diagonal), in float32.
 
     Squares on the diagonal are inverted row by row, those below are products of squares: all numbers are of the size of
     the result's, whereas the powers of a matrix, for keys that repeat, are as large as binomial coefficients.
     """
-    m, side = squares(len(of_keys))
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+    side = min(len(of_keys), SQUARE)
+    m = len(of_keys) // side
+    row, column = row_and_column(side)
 
     def rows(i):
         return pl.ds(i * side, side)
@@ -131,14 +124,13 @@ def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
 class Sequence(NamedTuple):
     """The inputs of a segment for the states of a head, which pass from chunk to chunk."""
 
-    first: Any
-    """[c]: whether a document begins with each chunk."""
-    key: Any
-    """[n, k]: the keys."""
-    until_end: Any
-    """[c, t, e]: the decay from each token to its chunk's end."""
-    decay: Any
-    """[c, t, e]: the decay from the chunk's beginning to each token."""
+    first: Int[Ref, " c"]
+    """1 for the chunks with which a document begins, otherwise 0."""
+    key: Float[Ref, "n k"]
+    until_end: Float[Ref, "c t e"]
+    """The decay from each token to its chunk's end."""
+    decay: Float[Ref, "c t e"]
+    """The decay from the chunk's beginning to each token."""
 
 
 def _rows(index, t: int):
@@ -174,22 +166,17 @@ def _written(options: Options, update: Array, key: Array, until_end: Array) -> A
     if until_end.shape[1] == 1:
         update = update * until_end
     else:
-        key = (key.astype(jnp.float32) * until_end).astype(options.dtype)
+        key = times(options.dtype, key, until_end)
     return product(update.astype(options.dtype), key, (0, 0))
 
 
 def read_kernel(options: Options, chunk: Chunk, before, update, read):
     """Writes the results that the tokens read [t, p]."""
-    decayed = _times(options, chunk.query, chunk.decay)
+    decayed = (chunk.query[...].astype(jnp.float32) * chunk.decay[...]).astype(options.dtype)
     of_queries = chunk.of_queries[...]
     for at in slices(options, update.shape[1]):
         from_state = product(decayed, before[at, :], (1, 1))
         read[:, at] = (from_state + product(of_queries, update[:, at])).astype(read.dtype)
-
-
-def _times(options: Options, x, decay) -> Array:
-    """Queries or keys times their decay, rounded."""
-    return (x[...].astype(jnp.float32) * decay[...]).astype(options.dtype)
 
 
 def read_gradient_kernel(options: Options, chunk: Chunk, cotangent, of_update):
@@ -216,13 +203,13 @@ def states_gradient_kernel(
         if e == 1:
             total += until_end * product(key, rounded, (1, 1))
         else:
-            total += product((key.astype(jnp.float32) * until_end).astype(options.dtype), rounded, (1, 1))
+            total += product(times(options.dtype, key, until_end), rounded, (1, 1))
         of_update[rows, :] = total.astype(of_update.dtype)
         read, reader = cotangent[rows, :], query[rows, :]
         if e == 1:
-            read = (read.astype(jnp.float32) * decay).astype(options.dtype)
+            read = times(options.dtype, read, decay)
         else:
-            reader = (reader.astype(jnp.float32) * decay).astype(options.dtype)
+            reader = times(options.dtype, reader, decay)
         gradient = _decayed(gradient, x, index) + product(read, reader, (0, 0))
         if of_keys is not None:
             gradient -= product(total.astype(options.dtype), of_keys[rows, :], (0, 0))
@@ -234,37 +221,36 @@ def states_gradient_kernel(
 class Saved(NamedTuple):
     """The saved arrays that the gradients of a chunk's inputs need."""
 
-    before: Any
-    """[p, k]: the states before it."""
-    of_state: Any
-    """[p, k]: the gradient of the states after it."""
-    update: Any
-    """[t, p]"""
-    of_update: Any
-    """[t, p]: the gradient of the updates."""
-    cotangent: Any
-    """[t, p]: the cotangent of the results."""
-    inverse: Any
-    """[t, t]; None without strength."""
+    before: Float[Ref, "p k"]
+    """The states before it."""
+    of_state: Float[Ref, "p k"]
+    """The gradient of the states after it."""
+    update: Float[Ref, "t p"]
+    of_update: Float[Ref, "t p"]
+    """The gradient of the updates."""
+    cotangent: Float[Ref, "t p"]
+    """The cotangent of the results."""
+    inverse: Float[Ref, "t t"]
+    """None: without strength."""
 
 
 class _Sums(NamedTuple):
     """Sums over the channels of a head's values, for the gradients of a chunk's inputs."""
 
-    of_queries: Array
-    """[t, t]: the gradient of the products of queries."""
-    from_state: Array
-    """[t, k]: the gradient of the queries that read the state, decayed."""
-    to_state: Array
-    """[t, k]: the gradient of the keys that write to it, decayed."""
-    shrunk: Array
-    """[1, k]: the gradient of the decay of the whole chunk."""
-    of_known: Any = None
-    """[t, k]: the gradient of the decayed keys with which the delta rule reads the state, over their strength."""
-    of_keys: Any = None
-    """[t, t]: the gradient of the products of keys, over their strength."""
-    of_strength: Any = None
-    """[t, 1]: the part of the strength's gradient that comes from the values."""
+    of_queries: Float[Array, "t t"]
+    """The gradient of the products of queries."""
+    from_state: Float[Array, "t k"]
+    """The gradient of the queries that read the state, decayed."""
+    to_state: Float[Array, "t k"]
+    """The gradient of the keys that write to it, decayed."""
+    shrunk: Float[Array, "1 k"]
+    """The gradient of the decay of the whole chunk."""
+    of_known: Float[Any, "t k"] = None
+    """The gradient of the decayed keys with which the delta rule reads the state, over their strength."""
+    of_keys: Float[Any, "t t"] = None
+    """The gradient of the products of keys, over their strength."""
+    of_strength: Float[Any, "t 1"] = None
+    """The part of the strength's gradient that comes from the values."""
 
 
 def input_gradient_kernel(options: Options, chunk: Chunk, saved: Saved, gradients: Chunk):
@@ -324,7 +310,7 @@ def _of_head(chunk: Chunk, sums: _Sums, gradients: Chunk, head, query: Array, ke
     of_query, of_key = decay * sums.from_state, until_end * sums.to_state
     if sums.of_known is not None:
         strength = chunk.strength[head]
-        row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
+        row, column = row_and_column(t)
         of_keys = jnp.where(column < row, sums.of_keys, 0)
         of_decay += strength * key * sums.of_known
         of_key += strength * decay * sums.of_known

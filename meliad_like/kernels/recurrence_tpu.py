@@ -7,7 +7,7 @@ tokens are computed where they are used. The forward pass writes the states befo
 
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import call_kernel, tpu_params
+from meliad_like.kernels.common import Grid, Interpret, differentiable, tpu_params
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_tpu_products import Options
 from meliad_like.kernels.recurrence_tpu_programs import Inputs, Results, backward_kernel, forward_kernel, largest_part
@@ -43,7 +43,7 @@ def read_chunks_in_kernel(
     *,
     dtype: Any = jnp.float32,
     norm_epsilon: float | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
+    interpret: Interpret = False,
     heads: int | None = None,
 ) -> tuple[Float[Array, "b h p k"], Float[Array, "b h n p"]]:
     """Computes `read_chunks`, also under a mesh, where each device computes its lanes and heads.
@@ -52,7 +52,6 @@ def read_chunks_in_kernel(
         chunk: not used: chunks have the largest length up to `CHUNK` that divides a block, which is the fastest.
         dtype: the activations' type, to which queries, keys, values, updates and states are rounded for products.
         norm_epsilon: the epsilon of an RMS norm of each vector that is read; None: no norm.
-        interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
         heads: see `Options`; None: 2 with decays by channel, which take longest to compile, and in float32, for which
             the chip's own memory is small, otherwise 4.
     """
@@ -81,77 +80,64 @@ def read_chunks_in_kernel(
         inputs = Inputs(query, key, value, log_decay, strength)
         states = rearrange(matrix, "b (i h) p k -> b i h p k", i=programs)
         flags = begins_document(start, num_chunks)
-        after, read = cast(tuple[Array, Array], _read(options, inputs, states, flags))
+        after, read = _read(options, inputs, states, flags)
         return after.reshape(matrix.shape), split_heads(read.astype(jnp.float32), h)
 
     return read_on_mesh(read, rule, matrix, start)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(options: Options, inputs: Inputs, matrix: Array, first: Array) -> tuple[Array, Array]:
-    return _read_forward(options, inputs, matrix, first)[0]
-
-
 # Jitted, so that layers with equal shapes are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def _read_forward(options, inputs, matrix, first):
-    grid = _Grid(options, inputs, matrix, first, reversed=False)
-    read = (first, grid.flags), (inputs, grid.inputs), (matrix, grid.matrix)
-    results = Results(inputs.value, grid.factor)
-    written = (results, grid.results), (grid.before, grid.states), (matrix, grid.matrix)
-    results, before, after = grid.call(forward_kernel, read, written, [grid.sums])
+    grid, axes = _grid(options, inputs, matrix, first, reversed=False)
+    (b, i, h, p, k), (_, c) = matrix.shape, first.shape
+    factor = jax.ShapeDtypeStruct((b, i, c, h, inputs.value.shape[1] // c), jnp.float32)
+    results = Results(inputs.value, None if options.norm_epsilon is None else factor)
+    before = jax.ShapeDtypeStruct((b, i, c, h, p, k), options.dtype)
+    read = (inputs, axes), (matrix, "bihpk")
+    written = (results, Results("bny", "bicht")), (before, "bichpk"), (matrix, "bihpk")
+    results, before, after = _call(options, grid, forward_kernel, first, read, written)
     return (after, results.vectors), (inputs, before, first, Results() if results.factor is None else results)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read_backward(options, saved, cotangents):
     (inputs, before, first, results), (of_after, cotangent) = saved, cotangents
-    grid = _Grid(options, inputs, of_after, first, reversed=True)
-    read = (first, grid.flags), (inputs, grid.inputs), (before, grid.states)
-    read = *read, (results, grid.results if results.factor is not None else results)
-    read = *read, (cotangent, grid.inputs.value), (of_after, grid.matrix)
-    of_keys = pltpu.VMEM(grid.inputs.key.block_shape[1:], jnp.float32)
-    written = (inputs, grid.inputs), (of_after, grid.matrix)
-    gradients, of_matrix = grid.call(backward_kernel, read, written, [grid.sums, of_keys, of_keys])
+    grid, axes = _grid(options, inputs, of_after, first, reversed=True)
+    read = (inputs, axes), (before, "bichpk"), (results, Results("bny", "bicht")), (cotangent, "bny")
+    read = *read, (of_after, "bihpk")
+    written = (inputs, axes), (of_after, "bihpk")
+    of_keys = pltpu.VMEM((grid.sizes["n"], grid.sizes["x"]), jnp.float32)
+    gradients, of_matrix = _call(options, grid, backward_kernel, first, read, written, of_keys, of_keys)
     return gradients, of_matrix, None
 
 
-_read.defvjp(_read_forward, _read_backward)
+_read = differentiable(_read_forward, _read_backward)
 
 
-class _Grid:
-    """The grid of the kernels (lanes, programs for some heads, chunks), and the parts of arrays that a run sees."""
+def _grid(options: Options, inputs: Inputs, matrix: Array, first: Array, reversed: bool) -> tuple[Grid, Inputs]:
+    """The grid of the kernels (lanes, programs for some heads, chunks), and the axes of inputs: `x`, `y` and `z` are
+    those of keys, of values and of decays by channel of all heads."""
+    (b, i, h, p, k), (_, c) = matrix.shape, first.shape
+    t = inputs.value.shape[1] // c
+    widths = {"x": inputs.key, "y": inputs.value, "z": inputs.log_decay}
 
-    def __init__(self, options: Options, inputs: Inputs, matrix: Array, first: Array, reversed: bool):
-        self.options = options
-        (self.b, self.i, h, self.p, self.k), (_, self.c) = matrix.shape, first.shape
-        self.t = inputs.value.shape[1] // self.c
+    def chunk(at):
+        return c - 1 - at["c"] if reversed else at["c"]
 
-        def at(c):
-            return self.c - 1 - c if reversed else c
+    grid = Grid(
+        {"b": b, "i": i, "c": c},
+        {"b": None, "i": None, "c": None, "n": t, "h": h, "t": t, "p": p, "k": k}
+        | {axis: array.shape[2] // i for axis, array in widths.items()},
+        {"n": chunk, "c": chunk, "x": "i", "y": "i", "z": "i"},
+    )
+    return grid, Inputs("bnx", "bnx", "bny", "bnz" if options.by_channel else "bicht", "bicht")
 
-        def vectors(x):
-            return pl.BlockSpec((None, self.t, x.shape[2] // self.i), lambda b, i, c: (b, at(c), i))
 
-        def of_chunk(*shape):
-            return pl.BlockSpec((None, None, None, *shape), lambda b, i, c: (b, i, at(c), *[0] * len(shape)))
-
-        rows = of_chunk(h, self.t)
-        strength = None if inputs.strength is None else rows
-        log_decay = vectors(inputs.log_decay) if options.by_channel else rows
-        factor = jax.ShapeDtypeStruct((self.b, self.i, self.c, h, self.t), jnp.float32)
-        self.factor = None if options.norm_epsilon is None else factor
-        self.results = Results(vectors(inputs.value), self.factor and rows)
-        of_keys = vectors(inputs.key)
-        self.inputs = Inputs(of_keys, of_keys, vectors(inputs.value), log_decay, strength)
-        self.flags = pl.BlockSpec(memory_space=pltpu.SMEM)
-        self.matrix = pl.BlockSpec((None, None, h, self.p, self.k), lambda b, i, c: (b, i, 0, 0, 0))
-        self.states = of_chunk(h, self.p, self.k)
-        self.before = jax.ShapeDtypeStruct((self.b, self.i, self.c, h, self.p, self.k), options.dtype)
-        self.sums = pltpu.VMEM((2 * h, self.t), jnp.float32)
-
-    def call(self, kernel, read, written, scratch) -> list[Any]:
-        """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and specs."""
-        run, grid = functools.partial(kernel, self.options), (self.b, self.i, self.c)
-        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"recurrence_{kernel.__name__}"
-        return call_kernel(run, grid, read, written, params, scratch, interpret=self.options.interpret, name=name)
+def _call(options: Options, grid: Grid, kernel, first: Array, read, written, *scratch) -> list[Any]:
+    """Runs a kernel, a function of references to arrays that are read or written, in pairs of arrays and axes."""
+    read = (first, pl.BlockSpec(memory_space=pltpu.SMEM)), *read
+    scratch = pltpu.VMEM((2 * grid.sizes["h"], grid.sizes["t"]), jnp.float32), *scratch
+    params, name = tpu_params("parallel", "parallel", "arbitrary"), f"recurrence_{kernel.__name__}"
+    run = functools.partial(kernel, options)
+    return grid.call(run, read, written, params, scratch, interpret=options.interpret, name=name)

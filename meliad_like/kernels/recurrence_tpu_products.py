@@ -8,12 +8,13 @@ The former are one product of matrices times the decay between tokens. The latte
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import Interpret
 from meliad_like.kernels.common import matrix_product as product
+from meliad_like.kernels.common import row_and_column as indices
+from meliad_like.kernels.recurrence import times
 
 
 class Options(NamedTuple):
@@ -29,7 +30,7 @@ class Options(NamedTuple):
     """Whether the rule is the delta rule."""
     norm_epsilon: float | None
     """The epsilon of the norm of each head's results; None: they have no norm."""
-    interpret: bool | pltpu.InterpretParams
+    interpret: Interpret
 
 
 class Products(NamedTuple):
@@ -37,18 +38,12 @@ class Products(NamedTuple):
 
     of_queries: Float[Array, "t t"]
     """The products of queries with keys, times the decay between the two; 0 above the diagonal."""
-    of_keys: Any
-    """[t, t]: the products of keys with keys, as those of queries; the diagonal is not used. Only of the delta rule."""
+    of_keys: Float[Any, "t t"]
+    """The products of keys with keys, as those of queries; the diagonal is not used. None without the delta rule."""
     since_begin: Float[Array, "t e"]
     """The decay of the state from the chunk's beginning to each token."""
     until_end: Float[Array, "t e"]
     """The decay from each token to the chunk's end."""
-
-
-def indices(t: int) -> tuple[Array, Array]:
-    """The row and the column of each entry of a square matrix."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (t, t), axis) for axis in (0, 1))
-    return row, column
 
 
 def precisely(options: Options, x: Array, y: Array, contracted: tuple[int, int] = (1, 0)) -> Array:
@@ -74,11 +69,6 @@ def _parts(x: Array) -> list[Array]:
         return [x.astype(jnp.float32).astype(jnp.bfloat16)]
     rounded = x.astype(jnp.bfloat16)
     return [rounded, (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)]
-
-
-def times(options: Options, x: Array, factor: Array) -> Array:
-    """The product with a factor, rounded."""
-    return (x.astype(jnp.float32) * factor).astype(options.dtype)
 
 
 def sums_of_decays(log_decay: Float[Array, "h t"]) -> Float[Array, "h2 t"]:
@@ -149,7 +139,7 @@ class ByChannel:
         is_later = (of_row & 1) == 1
         chosen = (self.after ^ is_later) & (of_row == of_column)
         decay = jnp.exp(precisely(self.options, chosen, self.log_decay))
-        reader, read = (times(self.options, x, decay) for x in (self.query, self.key))
+        reader, read = (times(self.options.dtype, x, decay) for x in (self.query, self.key))
         return is_later & (of_column == of_row - 1), chosen, decay, reader, read
 
     def pull_back(self, of: Products, of_query: Array, of_key: Array) -> tuple[Array, Array, Float[Array, "t k"]]:

@@ -18,17 +18,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from meliad_like.kernels.common import Ref
+from meliad_like.kernels.common import row_and_column as indices
 from meliad_like.kernels.convolution_tpu import TILE
+from meliad_like.kernels.recurrence import times
 from meliad_like.kernels.recurrence_tpu_products import (
     ByChannel,
     ByHead,
     Options,
     Products,
-    indices,
     precisely,
     product,
     sums_of_decays,
-    times,
 )
 
 SQUARE = 16
@@ -40,25 +41,22 @@ class Inputs(NamedTuple):
 
     Vectors are side by side, because an axis for groups or heads would cost copies, and small ones fill no tiles."""
 
-    query: Any
-    """[t, g k]"""
-    key: Any
-    """[t, g k]"""
-    value: Any
-    """[t, h p]"""
-    log_decay: Any
-    """[h, t], or with decays by channel [t, h k]; at least -128."""
-    strength: Any
-    """[h, t]: without the delta rule, the step; None: 1."""
+    query: Float[Ref, "t gk"]
+    key: Float[Ref, "t gk"]
+    value: Float[Ref, "t hp"]
+    log_decay: Float[Ref, "h t"] | Float[Ref, "t hk"]
+    """The latter with decays by channel; at least -128."""
+    strength: Float[Ref, "h t"]
+    """Without the delta rule, the step; None: 1."""
 
 
 class Results(NamedTuple):
     """What a chunk's tokens read, in references to the heads of one program."""
 
-    vectors: Any = None
-    """[t, h p], with a norm over their root mean square."""
-    factor: Any = None
-    """[h, t]: 1 over the root mean square, float32; None: without a norm."""
+    vectors: Float[Ref, "t hp"] = None
+    """With a norm, divided by their root mean square."""
+    factor: Float[Ref, "h t"] = None
+    """1 over the root mean square, float32; None: without a norm."""
 
 
 class Head:
@@ -70,8 +68,8 @@ class Head:
         self.strength, self.factor = strength, factor
         self.decayed, self.products = decayed, decayed.products
         since_begin, until_end = self.products[2:]
-        self.query, self.key = (times(options, x, since_begin) for x in (decayed.query, decayed.key))
-        self.key_until_end = times(options, decayed.key, until_end)
+        self.query, self.key = (times(options.dtype, x, since_begin) for x in (decayed.query, decayed.key))
+        self.key_until_end = times(options.dtype, decayed.key, until_end)
         self.weights = self.products.of_queries.astype(options.dtype)
         self.of_chunk = since_begin[-1:]
 
@@ -123,23 +121,23 @@ def _in_pairs(options: Options, below: Float[Array, "t t"], inverse: Float[Array
 class Updates(NamedTuple):
     """What a chunk's tokens write to a head."""
 
-    update: Array
-    """[t, p], rounded."""
-    inverse: Any = None
-    """[t, t], rounded; None without the delta rule."""
-    difference: Any = None
-    """[t, p]: the values without what the state has for their keys; None without the delta rule."""
+    update: Float[Array, "t p"]
+    """Rounded."""
+    inverse: Float[Any, "t t"] = None
+    """Rounded; None without the delta rule."""
+    difference: Float[Any, "t p"] = None
+    """The values without what the state has for their keys; None without the delta rule."""
 
 
 def updates(x: Head, state: Float[Array, "p k"]) -> Updates:
     """The updates of a chunk's tokens, from the state before it, rounded."""
     if not x.options.corrected:
-        return Updates(x.value if x.strength is None else times(x.options, x.value, x.strength))
+        return Updates(x.value if x.strength is None else times(x.options.dtype, x.value, x.strength))
     row, column = indices(len(x.key))
     below = jnp.where(column < row, x.products.of_keys * x.strength, 0)
     inverse = inverse_of_unit_triangular(x.options, below).astype(x.options.dtype)
     difference = x.value.astype(jnp.float32) - product(x.key, state, (1, 1))
-    update = product(inverse, times(x.options, difference, x.strength))
+    update = product(inverse, times(x.options.dtype, difference, x.strength))
     return Updates(update.astype(x.options.dtype), inverse, difference)
 
 

@@ -19,10 +19,10 @@ from meliad_like.kernels import (
     window_tpu,
 )
 from meliad_like.kernels.window_gpu import HEAD_SIZES, SMALLEST_TILE
+from meliad_like.kernels.window_tpu_programs import ROWS
 from meliad_like.layers.backend import platform
 from meliad_like.layers.memory_search import MemorySearch, Operations
 
-ROWS = window_tpu.ROWS
 POSITIONS = "a DecoderConfig.position that is none or a bias"
 
 

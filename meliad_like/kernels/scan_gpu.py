@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.common import call_kernel
+from meliad_like.kernels.common import Grid, differentiable
 from meliad_like.kernels.recurrence import scan_on_mesh
 from meliad_like.layers.linear_recurrence import compose
 
@@ -46,11 +45,6 @@ def scan_in_kernel(
     return scan_on_mesh(functools.partial(_scan, interpret), decay, added, state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(interpret, decay, added, state):
-    return _scan_forward(interpret, decay, added, state)[0]
-
-
 def _scan_forward(interpret, decay, added, state):
     before = _before_parts(interpret, decay, added, state, reversed=False)
     [states] = _call(interpret, states_kernel, [decay, added], [before], 1)
@@ -64,7 +58,7 @@ def _scan_backward(interpret, saved, cotangent):
     return of_decay, of_added, decay[:, 0] * of_added[:, 0]
 
 
-_scan.defvjp(_scan_forward, _scan_backward)
+_scan = differentiable(_scan_forward, _scan_backward)
 
 
 def _before_parts(
@@ -95,13 +89,12 @@ def _call(
     """Runs a kernel that writes this number of arrays with a vector for each token, or `for_parts` for each part."""
     b, n, channels = of_tokens[0].shape
     t, width = math.gcd(n, TOKENS), math.gcd(channels, CHANNELS)
-    of_token = pl.BlockSpec((None, t, width), lambda part, i, b: (b, part, i))
-    of_part = pl.BlockSpec((None, None, width), lambda part, i, b: (b, part, i))
+    sizes = {"b": None, "p": None, "n": t, "i": width}
+    grid = Grid({"p": n // t, "i": channels // width, "b": b}, sizes, {"n": "p"})
     written = jax.ShapeDtypeStruct((b, n // t if for_parts else n, channels), jnp.float32)
-    read = [(x, of_token) for x in of_tokens] + [(x, of_part) for x in of_parts]
-    results = [(written, of_part if for_parts else of_token)] * number
-    grid, params = (n // t, channels // width, b), triton.CompilerParams(num_warps=1)
-    return call_kernel(kernel, grid, read, results, params, interpret=interpret)
+    read = [(x, "bni") for x in of_tokens] + [(x, "bpi") for x in of_parts]
+    results = [(written, "bpi" if for_parts else "bni")] * number
+    return grid.call(kernel, read, results, triton.CompilerParams(num_warps=1), interpret=interpret)
 
 
 def composing_kernel(reversed, decay, added, of_first, total):

@@ -10,6 +10,7 @@ combines no rows that lie side by side.
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from meliad_like.kernels.common import call_kernel, tpu_params
+from meliad_like.kernels.common import Grid, Interpret, differentiable, tpu_params
 from meliad_like.kernels.convolution_tpu import TILE, run_size
 from meliad_like.kernels.recurrence import scan_on_mesh
 
@@ -37,79 +38,65 @@ def scan_in_kernel(
     added: Float[Array, "b n channels"],
     state: Float[Array, "b channels"],
     *,
-    interpret: bool | pltpu.InterpretParams = False,
+    interpret: Interpret = False,
 ) -> tuple[Float[Array, "b channels"], Float[Array, "b n channels"]]:
-    """Computes `scan_channels`, also under a mesh, where each device computes its lanes and channels.
-
-    Args:
-        interpret: whether the kernel is interpreted, on any platform, instead of compiled for a TPU; and how.
-    """
+    """Computes `scan_channels`, also under a mesh, where each device computes its lanes and channels."""
     return scan_on_mesh(functools.partial(_scan, interpret), decay, added, state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(interpret, decay, added, state):
-    return _scan_forward(interpret, decay, added, state)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scan_forward(interpret, decay, added, state):
-    grid = _Grid(interpret, decay, reversed=False)
-    read = *map(grid.vectors, (decay, added)), grid.state(state)
-    [states] = grid.call(_forward_kernel, read, 1)
+    [states] = _call(interpret, _forward_kernel, [decay, added], [], state, 1, reversed=False)
     return states, (decay, states, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scan_backward(interpret, saved, cotangent):
     decay, states, state = saved
-    grid = _Grid(interpret, decay, reversed=True)
-    read = *map(grid.vectors, (decay, states, cotangent)), grid.before(states), grid.state(state)
-    of_decay, of_added = grid.call(_backward_kernel, read, 2)
+    read = [decay, states, cotangent]
+    of_decay, of_added = _call(interpret, _backward_kernel, read, [states], state, 2, reversed=True)
     return of_decay, of_added, decay[:, 0] * of_added[:, 0]
 
 
-_scan.defvjp(_scan_forward, _scan_backward)
+_scan = differentiable(_scan_forward, _scan_backward)
 
 
-class _Grid:
-    """The grid of the kernels (lanes, some channels, some tokens), and arrays with the parts that a run sees."""
+def _call(
+    interpret: Interpret,
+    kernel: Callable[..., None],
+    read: Sequence[Float[Array, "b n channels"]],
+    read_before: Sequence[Float[Array, "b n channels"]],
+    state: Float[Array, "b channels"],
+    number: int,
+    *,
+    reversed: bool,
+) -> list[Float[Array, "b n channels"]]:
+    """Runs a kernel that writes this number of arrays of vectors; of `read_before`, a run sees the tile before its own,
+    or in the first run any."""
+    b, n, channels = read[0].shape
+    width, t = run_size(channels), run_size(n)
+    rows, columns = math.gcd(t, ROWS), math.gcd(width, TILE)
+    parts, steps, tiles, i = channels // width, n // t, t // rows, width // columns
 
-    def __init__(self, interpret, decay: Float[Array, "b n channels"], reversed: bool):
-        self.interpret = interpret
-        self.b, n, channels = decay.shape
-        width, t = run_size(channels), run_size(n)
-        self.r, self.l, self.parts, self.steps = math.gcd(t, ROWS), math.gcd(width, TILE), channels // width, n // t
-        self.tiles, self.i = t // self.r, width // self.l
+    def step(at):
+        return steps - 1 - at["s"] if reversed else at["s"]
 
-        def at(s):
-            return self.steps - 1 - s if reversed else s
+    grid = Grid(
+        {"b": b, "p": parts, "s": steps},
+        {"b": None, "p": None, "g": tiles, "e": None, "x": i * rows, "i": i, "l": columns},
+        {"g": step, "e": lambda at: jnp.maximum(step(at) * tiles - 1, 0), "x": "p"},
+    )
 
-        def tile_before(s):
-            return jnp.maximum(at(s) * self.tiles - 1, 0)
+    def tiled(x):
+        return rearrange(x, "b (g r) (i l) -> b g (i r) l", r=rows, l=columns)
 
-        rows = self.i * self.r, self.l
-        self.spec = pl.BlockSpec((None, self.tiles, *rows), lambda b, i, s: (b, at(s), i, 0))
-        self.spec_before = pl.BlockSpec((None, None, *rows), lambda b, i, s: (b, tile_before(s), i, 0))
-
-    def vectors(self, x: Float[Array, "b n channels"]) -> tuple[Array, pl.BlockSpec]:
-        return rearrange(x, "b (g r) (i l) -> b g (i r) l", r=self.r, l=self.l), self.spec
-
-    def before(self, x: Float[Array, "b n channels"]) -> tuple[Array, pl.BlockSpec]:
-        """The tiles before those of a run; of the first run, any."""
-        return self.vectors(x)[0], self.spec_before
-
-    def state(self, x: Float[Array, "b channels"]) -> tuple[Array, pl.BlockSpec]:
-        array = x.reshape(self.b, self.parts, self.i, self.l)
-        return array, pl.BlockSpec((None, None, self.i, self.l), lambda b, i, s: (b, i, 0, 0))
-
-    def call(self, kernel, read, number: int) -> list[Array]:
-        """Runs a kernel that writes this number of arrays of vectors."""
-        written = [(jax.ShapeDtypeStruct(read[0][0].shape, jnp.float32), self.spec)] * number
-        grid, scratch = (self.b, self.parts, self.steps), [pltpu.VMEM((self.i, self.l), jnp.float32)]
-        params, name = tpu_params("parallel", "parallel", "arbitrary"), f"scan{kernel.__name__}"
-        results = call_kernel(kernel, grid, read, written, params, scratch, interpret=self.interpret, name=name)
-        return [rearrange(x, "b g (i r) l -> b (g r) (i l)", r=self.r) for x in results]
+    vectors = [(tiled(x), "bgxl") for x in read] + [(tiled(x), "bexl") for x in read_before]
+    written = [(jax.ShapeDtypeStruct(vectors[0][0].shape, jnp.float32), "bgxl")] * number
+    inputs = *vectors, (state.reshape(b, parts, i, columns), "bpil")
+    params, scratch = tpu_params("parallel", "parallel", "arbitrary"), [pltpu.VMEM((i, columns), jnp.float32)]
+    name = f"scan{kernel.__name__}"
+    results = grid.call(kernel, inputs, written, params, scratch, interpret=interpret, name=name)
+    return [rearrange(x, "b g (i r) l -> b (g r) (i l)", r=rows) for x in results]
 
 
 def _rows(tiles: Any, carried: Any) -> list[Any]:

@@ -5,6 +5,7 @@ Splash attention does not compute what no query of a tile sees by its distance a
 of a lane share.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,13 +18,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meliad_like.kernels.common import sharded_on_mesh
-from meliad_like.kernels.window_tpu import ROWS
-from meliad_like.layers.losses import divisor
-from meliad_like.layers.sharding import MESH_AXES_OF
+from meliad_like.kernels.common import HEADS, LANES, largest_part, sharded_on_mesh
+from meliad_like.kernels.window_tpu_programs import ROWS
 
-TILE = 4
-"""The largest number of `ROWS` along each side of a tile of scores."""
+LARGEST = 4 * ROWS
+"""The most queries, and the most keys, of a tile of scores."""
 
 
 def attend_span_in_kernel(
@@ -41,22 +40,18 @@ def attend_span_in_kernel(
     `query` has its scale; consecutive heads share a head of keys. `run` is `splash_attention` or `cudnn_attention`;
     under a mesh each device runs it for its lanes and heads (`sharded_on_mesh`).
     """
-    if key.shape[1] % jax.sharding.get_abstract_mesh().shape.get(MESH_AXES_OF["heads"], 1):
+    if key.shape[1] % jax.sharding.get_abstract_mesh().shape.get(HEADS, 1):
         # Fewer heads of keys than devices that divide the heads of queries.
         key, value = (jnp.repeat(y, query.shape[1] // key.shape[1], axis=1) for y in (key, value))
-    lanes = MESH_AXES_OF["lanes"]
-    by_head, by_lane = PartitionSpec(lanes, MESH_AXES_OF["heads"]), PartitionSpec(lanes)
+    by_head, by_lane = PartitionSpec(LANES, HEADS), PartitionSpec(LANES)
 
-    def attend(*arrays):
-        return run(*arrays, span)
-
-    attend = sharded_on_mesh(attend, (by_head, by_head, by_head, by_lane, by_lane), by_head)
+    attend = sharded_on_mesh(functools.partial(run, span), (by_head, by_head, by_head, by_lane, by_lane), by_head)
     return attend(query, key, value, query_document, key_document)
 
 
-def splash_attention(query, key, value, query_document, key_document, span, *, interpret: bool = False) -> Any:
+def splash_attention(span: int, query, key, value, query_document, key_document, *, interpret: bool = False) -> Any:
     (h, n), s = query.shape[1:3], key.shape[2]
-    rows, columns = (ROWS * divisor(length // ROWS, TILE) for length in (n, s))
+    rows, columns = (largest_part(length, LARGEST, ROWS) for length in (n, s))
     of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
     of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)
     mask = masks.LocalMask((n, s), window_size=(span - 1, 0), offset=s - n)
@@ -69,7 +64,7 @@ def splash_attention(query, key, value, query_document, key_document, span, *, i
 
 
 def cudnn_attention(
-    query, key, value, query_document, key_document, span, *, implementation: Literal["cudnn", "xla"] = "cudnn"
+    span: int, query, key, value, query_document, key_document, *, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> Array:
     """`implementation`: "xla" computes the same with scores in memory, on any device."""
     n, s = query.shape[2], key.shape[2]

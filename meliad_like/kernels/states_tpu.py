@@ -2,11 +2,11 @@
 without writing scores to memory.
 
 It reads queries, keys and values as the projections write them, with the heads side by side, as the window's kernel
-(`kernels/window_tpu.py`) does. One run of it computes one head: all its queries, in rows of 128, and all its keys.
+does. One run of it computes one head: all its queries, in rows of 128, and all its keys.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from meliad_like.kernels.common import call_kernel, matrix_product, sharded_on_mesh, tpu_params
-from meliad_like.kernels.window_tpu import before_unit, broadcast_transposed, rows_of, scaled_unit
+from meliad_like.kernels.common import (
+    HEADS,
+    LANES,
+    Grid,
+    Interpret,
+    differentiable,
+    matrix_product,
+    sharded_on_mesh,
+    tpu_params,
+)
+from meliad_like.kernels.window_tpu_programs import before_unit, broadcast_transposed, rows_of, scaled_unit
 from meliad_like.layers.attention import MASKED, unit
-from meliad_like.layers.sharding import MESH_AXES_OF
 
 
 class ProjectedKeys(NamedTuple):
@@ -37,7 +45,7 @@ class Options(NamedTuple):
 
     rows: int
     """The number of queries in each row of scores."""
-    interpret: bool | pltpu.InterpretParams
+    interpret: Interpret
 
 
 def attend_unit_in_kernel(
@@ -45,7 +53,7 @@ def attend_unit_in_kernel(
     scale: Float[Array, " h"],
     *parts: ProjectedKeys,
     rows: int | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
+    interpret: Interpret = False,
 ) -> Float[Array, "*batch t i"]:
     """`attend_unit` of projections in one kernel, also under a mesh, where each device computes its lanes and heads.
 
@@ -60,72 +68,57 @@ def attend_unit_in_kernel(
         flat = query.reshape(-1, *query.shape[-2:])
         parts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), parts)
         keys_and_values, flags = [part[:2] for part in parts], [part[2:] for part in parts]
-        mixed: Array = _attend(Options(rows, interpret), flat, scale, keys_and_values, flags)
+        mixed = _attend(Options(rows, interpret), flat, scale, keys_and_values, flags)
         return mixed.reshape(query.shape)
 
-    lanes, heads = MESH_AXES_OF["lanes"], MESH_AXES_OF["heads"]
-    vectors, by_lane = PartitionSpec(lanes, *[None] * len(batch), heads), PartitionSpec(lanes)
+    vectors, by_lane = PartitionSpec(LANES, *[None] * len(batch), HEADS), PartitionSpec(LANES)
     of_parts = [ProjectedKeys(vectors, vectors, *(x if x is None else by_lane for x in part[2:])) for part in parts]
-    return sharded_on_mesh(run, (vectors, PartitionSpec(heads), of_parts), vectors)(query, scale, list(parts))
+    return sharded_on_mesh(run, (vectors, PartitionSpec(HEADS), of_parts), vectors)(query, scale, list(parts))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, query, scale, parts, flags) -> Array:
-    return _attend_forward(options, query, scale, parts, flags)[0]
-
-
-def _attend_forward(options, query, scale, parts, flags):
-    grid = _Grid(options, query, scale, parts, flags)
-    mixed, log_totals = grid.call(_forward_kernel, (), (grid.like(query), grid.log_totals), ())
-    return mixed, (query, scale, parts, flags, mixed, log_totals)
+def _attend_forward(options, *inputs):
+    query, scale, *_ = inputs
+    (b, t, _), h = query.shape, len(scale)
+    log_totals = jax.ShapeDtypeStruct((b, h, t // options.rows, options.rows), jnp.float32)
+    mixed, log_totals = _call(options, _forward_kernel, inputs, (), [(query, "bti"), (log_totals, "bhqr")])
+    return mixed, (inputs, mixed, log_totals)
 
 
 def _attend_backward(options, saved, cotangent):
-    query, scale, parts, flags, mixed, log_totals = saved
-    grid = _Grid(options, query, scale, parts, flags)
-    others = (mixed, grid.vectors(query)), (log_totals, grid.log_totals[1]), (cotangent, grid.vectors(query))
-    results = grid.like(query), grid.by_head(1, grid.k), *(grid.like(x) for part in parts for x in part)
-    sums = [pltpu.VMEM((x.shape[1], grid.k), jnp.float32) for part in parts for x in part]
-    of_query, of_scale, *of_parts = grid.call(_backward_kernel, others, results, sums)
-    of_scale = jnp.sum(of_scale, axis=(0, 2, 3)).astype(scale.dtype)
-    return of_query, of_scale, list(zip(of_parts[::2], of_parts[1::2])), None
+    inputs, mixed, log_totals = saved
+    query, scale, parts, _ = inputs
+    b, h, k = len(query), len(scale), query.shape[2] // len(scale)
+    of_scale = jax.ShapeDtypeStruct((b, h, 1, k), jnp.float32)
+    others = (mixed, "bti"), (log_totals, "bhqr"), (cotangent, "bti")
+    written = (query, "bti"), (of_scale, "bh1k"), (parts, _parts_of_head(parts, k))
+    sums = jax.tree.map(lambda x: pltpu.VMEM((x.shape[1], k), jnp.float32), parts)
+    of_query, of_scale, of_parts = _call(options, _backward_kernel, inputs, others, written, [sums])
+    return of_query, jnp.sum(of_scale, axis=(0, 2, 3)).astype(scale.dtype), of_parts, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_attend_forward, _attend_backward)
 
 
-class _Grid:
-    """The grid of the kernels (lanes, heads), and the parts of the arrays that a run of them sees."""
+def _parts_of_head(parts: Any, k: int) -> Any:
+    """The parts of keys and values [b, s, i], of any lengths, that belong to one lane and head."""
+    return jax.tree.map(lambda x: pl.BlockSpec((None, x.shape[1], k), lambda b, h: (b, 0, h)), parts)
 
-    def __init__(self, options: Options, query, scale, parts, flags):
-        self.options, self.inputs = options, (query, scale, parts, flags)
-        (self.b, self.t, inner), self.h = query.shape, len(scale)
-        self.k = inner // self.h
-        self.log_totals = self.by_head(self.t // options.rows, options.rows)
 
-    def vectors(self, x) -> pl.BlockSpec:
-        """The vectors of one lane and head."""
-        return pl.BlockSpec((None, x.shape[1], self.k), lambda b, h: (b, 0, h))
-
-    def like(self, x):
-        """A result of the shape and type of `x`."""
-        return x, self.vectors(x)
-
-    def by_head(self, *shape: int):
-        """An array of each lane and head, and the part of it that a run sees."""
-        spec = pl.BlockSpec((None, None, *shape), lambda b, h: (b, h, 0, 0))
-        return jax.ShapeDtypeStruct((self.b, self.h, *shape), jnp.float32), spec
-
-    def call(self, kernel, others, results, scratch):
-        """Runs a kernel, a function of the references to inputs, others, results and scratch, on the whole grid."""
-        query, scale, parts, flags = self.inputs
-        flags = jax.tree.map(lambda x: x.astype(jnp.int32), flags)
-        scalars, spec = (flags, scale.astype(jnp.float32)), pl.BlockSpec(memory_space=pltpu.SMEM)
-        read = (scalars, jax.tree.map(lambda _: spec, scalars)), (query, self.vectors(query))
-        read = *read, (parts, jax.tree.map(self.vectors, parts)), *others
-        run, grid, name = functools.partial(kernel, self.options), (self.b, self.h), f"states{kernel.__name__}"
-        params, interpret = tpu_params("parallel", "parallel"), self.options.interpret
-        return call_kernel(run, grid, read, results, params, scratch, interpret=interpret, name=name)
+def _call(options: Options, kernel, inputs, others, written, scratch=()) -> list[Any]:
+    """Runs a kernel, a function of the references to inputs, others, results and scratch, for each lane and head."""
+    query, scale, parts, flags = inputs
+    (b, t, inner), h = query.shape, len(scale)
+    k, rows = inner // h, {"q": t // options.rows, "r": options.rows}
+    grid = Grid({"b": b, "h": h}, dict.fromkeys("bh") | {"t": t, "i": k, "k": k, "1": 1} | rows, {"i": "h"})
+    scalars = jax.tree.map(lambda x: x.astype(jnp.int32), flags), scale.astype(jnp.float32)
+    in_memory = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), scalars)
+    read = (scalars, in_memory), (query, "bti"), (parts, _parts_of_head(parts, k)), *others
+    run, params, name = (
+        functools.partial(kernel, options),
+        tpu_params("parallel", "parallel"),
+        f"states{kernel.__name__}",
+    )
+    return grid.call(run, read, written, params, scratch, interpret=options.interpret, name=name)
 
 
 class _Head:
@@ -168,12 +161,9 @@ def _forward_kernel(options, scalars, query, parts, mixed, log_totals):
         log_totals[index : index + 1, :] = broadcast_transposed(highest + jnp.log(total))[:1]
 
 
-def _backward_kernel(
-    options, scalars, query, parts, mixed, log_totals, cotangents, of_query, of_scale, *of_parts_and_sums
-):
-    head, num = _Head(options, scalars, query, parts), 2 * len(parts)
-    of_parts, sums = of_parts_and_sums[:num], of_parts_and_sums[num:]
-    for one in (*sums, of_scale):
+def _backward_kernel(options, scalars, query, parts, mixed, log_totals, cotangents, of_query, of_scale, of_parts, sums):
+    head = _Head(options, scalars, query, parts)
+    for one in (*jax.tree.leaves(sums), of_scale):
         one[...] = jnp.zeros(one.shape, jnp.float32)
     for index, row in enumerate(head.queries()):
         cotangent, raw = cotangents[row, :], query[row, :]
@@ -182,7 +172,7 @@ def _backward_kernel(
         log_total = broadcast_transposed(log_totals[index : index + 1, :])[:, :1]
         scaled, scores = head.scores(row)
         gradient_sum = jnp.zeros(raw.shape, jnp.float32)
-        for key, value, part_scores, key_sum, value_sum in zip(head.keys, head.values, scores, sums[::2], sums[1::2]):
+        for key, value, part_scores, (key_sum, value_sum) in zip(head.keys, head.values, scores, sums):
             weights = jnp.exp(part_scores - log_total)
             gradient = weights * (matrix_product(cotangent, value, (1, 1)) - inner)
             gradient = gradient.astype(raw.dtype)
@@ -191,8 +181,8 @@ def _backward_kernel(
             value_sum[...] += matrix_product(weights.astype(raw.dtype), cotangent, (0, 0))
         of_scale[...] += jnp.sum(gradient_sum * unit(raw).astype(jnp.float32), axis=0, keepdims=True)
         of_query[row, :] = before_unit(raw, head.scale * gradient_sum)
-    for index, (key, _) in enumerate(parts):
-        key_sum, value_sum = (one[...] for one in sums[2 * index : 2 * index + 2])
-        of_key = before_unit(key[...], key_sum)
-        of_parts[2 * index][...] = _choose(head.has_unit_length[index], key_sum.astype(of_key.dtype), of_key)
-        of_parts[2 * index + 1][...] = value_sum.astype(of_parts[2 * index + 1].dtype)
+    for given, (key, _), part_sums, (of_key, of_value) in zip(head.has_unit_length, parts, sums, of_parts):
+        key_sum, value_sum = (one[...] for one in part_sums)
+        of_raw = before_unit(key[...], key_sum)
+        of_key[...] = _choose(given, key_sum.astype(of_raw.dtype), of_raw)
+        of_value[...] = value_sum.astype(of_value.dtype)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
 from meliad_like.kernels import window_gpu_programs as programs
-from meliad_like.kernels.common import call_kernel
+from meliad_like.kernels.common import Grid, differentiable, row_and_column
 from meliad_like.kernels.window_gpu_programs import Keys, Options, Queries, Saved, Shared, Tiling, Tilings
 from meliad_like.kernels.window_tpu import Projected, sharded_by_head
 from meliad_like.layers.attention import LOWEST, MASKED, unit_and_factor
@@ -59,17 +59,12 @@ def attend_window_in_kernel(
     return sharded_by_head(run)(projected, scale, bias, previous_valid, kept)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, *inputs) -> Array:
-    return _attend_forward(options, *inputs)[0]
-
-
 def _attend_forward(options, *inputs):
     band = _Band(options, *inputs)
     tiling = options.tilings.forward
-    read = band.tile(band.queries, tiling.queries), band.whole(band.keys), band.whole(band.before)
-    written = (band.tile(x, tiling.queries) for x in (inputs[0].value, band.queries.largest))
-    mixed, log_total = band.call(programs.forward_kernel, tiling, band.n // tiling.queries, read, written)
+    read = _along(band.queries, "t"), _along(band.keys, "n"), _along(band.before, "w")
+    written = _along(inputs[0].value, "t"), _along(band.queries.largest, "t")
+    mixed, log_total = band.call(programs.forward_kernel, tiling, tiling.queries, read, written)
     return mixed, (inputs, mixed, log_total)
 
 
@@ -78,25 +73,23 @@ def _attend_backward(options, saved, cotangent):
     projected, scale, bias, *_ = inputs
     band = _Band(options, *inputs)
     tiling, size = options.tilings.of_queries, options.tilings.of_queries.queries
-    read = band.queries, mixed, cotangent, log_total
-    read = *(band.tile(x, size) for x in read), band.whole(band.keys), band.whole(band.before)
+    read = *(_along(x, "t") for x in (band.queries, mixed, cotangent, log_total)), _along(band.keys, "n")
     squares, side = programs.squares_of(size)
-    parts = jax.ShapeDtypeStruct(
-        (band.b, band.h, band.n // size, band.w // size + 1, 2 * squares, 2 * side), jnp.float32
-    )
-    of_parts = pl.BlockSpec((None, None, None, *parts.shape[3:]), lambda t, h, b: (b, h, t, 0, 0, 0))
-    written = *(band.tile(x, size) for x in (projected.query, projected.query, log_total, log_total)), (parts, of_parts)
+    sums = band.w // size + 1, 2 * squares, 2 * side
+    parts = jax.ShapeDtypeStruct((band.b, band.h, band.n // size, *sums), jnp.float32)
+    of_parts = pl.BlockSpec((None, None, None, *sums), lambda t, h, b: (b, h, t, 0, 0, 0))
+    written = *(_along(x, "t") for x in (projected.query, projected.query, log_total, log_total)), (parts, of_parts)
     of_query, scaled_unit, of_scale, inner, parts = band.call(
-        programs.query_gradient_kernel, tiling, band.n // size, read, written
+        programs.query_gradient_kernel, tiling, size, [*read, _along(band.before, "w")], written
     )
 
     tiling, of_keys = options.tilings.of_keys, []
-    queries = band.whole(band.queries._replace(query=scaled_unit))
+    queries = band.queries._replace(query=scaled_unit)
     for keys in (band.keys, band.before):
         kernel = functools.partial(programs.key_gradient_kernel, is_before=keys is band.before)
-        read = queries, band.whole(Saved(cotangent, log_total, inner)), band.tile(keys, tiling.keys)
-        written = [band.tile(x, tiling.keys) for x in keys[:2]]
-        of_keys += band.call(kernel, tiling, keys.key.shape[1] // tiling.keys, read, written, by_key=True)
+        read = _along(queries, "n"), _along(Saved(cotangent, log_total, inner), "n"), _along(keys, "t")
+        written = [_along(x, "t") for x in keys[:2]]
+        of_keys += band.call(kernel, tiling, tiling.keys, read, written, by_key=True)
 
     parts = jnp.sum(parts, axis=(0, 2))[..., :-1, :] / options.kept_share
     tiles = _overlapped(rearrange(parts, "h m e (two g) -> h m e two g", two=2))
@@ -105,7 +98,7 @@ def _attend_backward(options, saved, cotangent):
     return Projected(of_query, *of_keys), of_scale, of_bias.astype(bias.dtype), None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_attend_forward, _attend_backward)
 
 
 def _overlapped(x: Float[Array, "*batch m 2 g"]) -> Float[Array, "*batch _"]:
@@ -115,8 +108,14 @@ def _overlapped(x: Float[Array, "*batch m 2 g"]) -> Float[Array, "*batch _"]:
     return rearrange(left + right, "... m g -> ... (m g)")
 
 
+def _along(arrays: Any, axis: str) -> tuple[Any, Any]:
+    """Arrays [b, n, h, k] and [b, h, n] with their axes in the grid of `_Band.call`. `axis` is that of their tokens:
+    `t`, if a program sees a tile of them; `n` or `w`, if it sees all of a segment's or of the block before it."""
+    return arrays, jax.tree.map(lambda x: f"b{axis}hk" if x.ndim == 4 else f"bh{axis}", arrays)
+
+
 class _Band:
-    """The arrays that the kernels read, and the parts of them that a program of the grid (tile, head, lane) sees."""
+    """The arrays that the kernels read."""
 
     def __init__(self, options: Options, projected: Projected, scale, bias, valid, kept):
         self.options = options
@@ -139,40 +138,24 @@ class _Band:
         size = min(tiling.queries, tiling.keys)
         tiles = (self.w + tiling.queries + tiling.keys) // size - 1
         first = jnp.arange(1, tiles + 1)[:, None, None] * size - tiling.queries
-        distance = first + programs.distances(tiling.queries, tiling.keys)
+        row, column = row_and_column(tiling.queries, tiling.keys)
+        distance = first + (row - column)
         bias = jnp.where((distance > 0) & (distance <= self.w), self.bias[:, distance - 1], MASKED)
         by_element = jax.tree.map(lambda x: x.mT if by_key else x, (bias, self.kept))
         return Shared(self.valid.astype(jnp.int32), self.scale, *by_element)
 
-    def tile(self, arrays: Any, tile: int) -> tuple[Any, Any]:
-        """Arrays [b, n, h, k] and [b, h, n] with their specs, where a program sees a tile of the tokens."""
-
-        def spec(x):
-            if x.ndim == 4:
-                return pl.BlockSpec((None, tile, None, x.shape[3]), lambda t, h, b: (b, t, h, 0))
-            return pl.BlockSpec((None, None, tile), lambda t, h, b: (b, h, t))
-
-        return arrays, jax.tree.map(spec, arrays)
-
-    def whole(self, arrays: Any) -> tuple[Any, Any]:
-        """Arrays as those of `tile`, where a program sees all tokens of its head and lane."""
-
-        def spec(x):
-            if x.ndim == 4:
-                return pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda t, h, b: (b, 0, h, 0))
-            return pl.BlockSpec((None, None, x.shape[2]), lambda t, h, b: (b, h, 0))
-
-        return arrays, jax.tree.map(spec, arrays)
-
-    def call(self, kernel, tiling: Tiling, tiles: int, read, written, by_key: bool = False) -> list[Array]:
-        """Runs a kernel, a function of references to shared, read and written arrays, for a number of tiles."""
-
-        def by_head(x):
-            return pl.BlockSpec((None, *x.shape[1:]), lambda t, h, b: (h, *[0] * (x.ndim - 1)))
-
-        shared = self.shared(tiling, by_key)
-        specs = jax.tree.map(by_head, shared)
-        specs = specs._replace(valid=pl.BlockSpec((None, shared.valid.shape[1]), lambda t, h, b: (b, 0)))
+    def call(self, kernel, tiling: Tiling, tile: int, read, written, by_key: bool = False) -> list[Array]:
+        """Runs a kernel, a function of references to shared, read and written arrays, in a grid of tiles with this
+        number of tokens, heads and lanes."""
+        shared, (first, _), *_ = self.shared(tiling, by_key), *written
+        (_, length, _, k), (_, m, rows, columns) = first.shape, shared.bias.shape
+        of_shared = {"c": shared.valid.shape[1], "m": m, "x": rows, "y": columns}
+        grid = Grid(
+            {"t": length // tile, "h": self.h, "b": self.b},
+            {"b": None, "h": None, "t": tile, "n": self.n, "w": self.w, "k": k, **of_shared},
+            {},
+        )
         params = triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages)
-        run, grid, read = functools.partial(kernel, self.options), (tiles, self.h, self.b), [(shared, specs), *read]
-        return call_kernel(run, grid, read, written, params, interpret=self.options.interpret)
+        read = (shared, Shared("bc", "h", "hmxy", "hww")), *read
+        run = functools.partial(kernel, self.options)
+        return grid.call(run, read, written, params, interpret=self.options.interpret)

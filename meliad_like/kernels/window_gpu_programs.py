@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from meliad_like.kernels.common import matrix_product
+from meliad_like.kernels.common import Ref, matrix_product
 from meliad_like.layers.attention import LOWEST, unit_and_factor
 
 SQUARES = 8
@@ -63,42 +63,41 @@ class Options(NamedTuple):
 class Shared(NamedTuple):
     """The arrays that all tiles of a head and lane read."""
 
-    valid: Any
-    """[c]: whether the block before each block is of the same document."""
-    scale: Any
-    """[]: the attention scale."""
-    bias: Any
-    """[m, rows, columns]: the bias, also the mask, of each tile of the band; see `_in_band`."""
-    kept: Any
-    """[w, w]: 1 where dropout keeps a weight and 0 elsewhere, by the offset in its block of each row and column; None:
+    valid: Int[Ref, " c"]
+    """Whether the block before each block is of the same document."""
+    scale: Float[Ref, ""]
+    bias: Float[Ref, "m rows columns"]
+    """The bias, also the mask, of each tile of the band; see `_in_band`."""
+    kept: Float[Ref, "w w"]
+    """1 where dropout keeps a weight and 0 elsewhere, by the offset in its block of each row and column; None:
     no dropout."""
 
 
 class Queries(NamedTuple):
     """The queries of a head and lane, or a tile of them, and one number for each."""
 
-    query: Any
+    query: Float[Ref, "t k"]
     """The projected queries; for the gradients of keys and values of unit length, times the scale."""
-    largest: Any
+    largest: Float[Ref, " t"]
     """The largest bias that the query sees. The bias less it changes no weight, and is more exact."""
 
 
 class Keys(NamedTuple):
     """The keys and values of a head and lane, or a tile of them."""
 
-    key: Any
-    value: Any
-    factor: Any
+    key: Float[Ref, "s k"]
+    value: Float[Ref, "s k"]
+    factor: Float[Ref, " s"]
     """The factor that gives each key unit length."""
 
 
 class Saved(NamedTuple):
     """The numbers of each query that the gradients of keys and values read in addition."""
 
-    cotangent: Any
-    log_total: Any
+    cotangent: Float[Ref, "t k"]
+    log_total: Float[Ref, " t"]
     """The logarithm of the sum of the weights."""
-    inner: Any
+    inner: Float[Ref, " t"]
     """The product of the result and its cotangent, times the share that dropout keeps."""
 
 
@@ -208,15 +207,14 @@ def _scaled_unit(queries: Queries, shared: Shared) -> tuple[Array, Array, Array]
 class _Tile(NamedTuple):
     """A tile of keys, seen from a tile of queries."""
 
-    key: Array
-    factor: Array
-    value: Array
-    index: Array
+    key: Float[Array, "s k"]
+    factor: Float[Array, " s"]
+    value: Float[Array, "s k"]
+    index: Int[Array, ""]
     """The number of the tile, see `_in_band`."""
-    bias: Array
-    """[queries, keys], also the mask."""
-    kept: Array | None
-    """[queries, keys]; None: all."""
+    bias: Float[Array, "t s"]
+    """The bias, also the mask."""
+    kept: Float[Array, "t s"] | None
 
 
 def _over_keys(options: Options, tiling: Tiling, shared: Shared, keys: Keys, before: Keys, add, sums, skip=None):
@@ -261,12 +259,6 @@ def _in_band(
     rows, columns = (pl.ds(jax.lax.rem(tile, w // size) * size, size) for tile, size in tiles)
     kept = None if shared.kept is None else shared.kept[(columns, rows) if by_key else (rows, columns)]
     return index, shared.bias[index], kept
-
-
-def distances(queries: int, keys: int) -> Array:
-    """The distances in a tile whose first query and key are the same token."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (queries, keys), axis) for axis in (0, 1))
-    return row - column
 
 
 def _multiply_add(options: Options, products: Array, factors: Array, bias: Array) -> Array:
