@@ -166,10 +166,11 @@ def read_plainly(lookup, blocks_per_turn, query, key, value, memory, position):
     return jnp.concatenate(results, axis=1), memory
 
 
-@pytest.mark.parametrize(("blocks_per_turn", "mask_empty"), [(1, True), (3, False), (6, True)])
+# In the second case no whole part divides the queries of a run.
+@pytest.mark.parametrize(("blocks_per_turn", "mask_empty", "part"), [(1, True, 1), (3, False, 5), (6, True, 1)])
 @pytest.mark.parametrize(("kind", "operations"), [("exact", DEFAULT), ("bucketed", DEFAULT), ("bucketed", KERNELS)])
-def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, monkeypatch):
-    for name, size in (("SLOTS", 8), ("QUERIES", 2), ("PART", 1)):
+def test_a_segment_is_read_as_with_all_weights(kind, operations, blocks_per_turn, mask_empty, part, monkeypatch):
+    for name, size in (("SLOTS", 8), ("QUERIES", 2), ("PART", part)):
         monkeypatch.setattr(memory_tpu, name, size)
     lookup, w, m = Lookup(J, kind, mask_empty, operations), 4, 16
     query, key, value, cotangent = (jnp.asarray(normal(B, 6, H, w, K, seed=seed)) for seed in range(4))
