@@ -15,7 +15,8 @@ from meliad_like.config import fit
 from meliad_like.conversion.parameters import fill
 from meliad_like.errors import UserError
 from meliad_like.families.pretrained.config import PretrainedConfig
-from meliad_like.mixers.base import MIXERS, MixerConfig
+from meliad_like.mixers.base import MIXERS, DecoderShape, MixerConfig
+from meliad_like.mixers.dot_product_attention import SpanAttentionConfig
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.training.checkpoints import named_arrays
 
@@ -72,11 +73,6 @@ class Fields:
                 raise UserError(
                     f"{self.owner}: we can't honour {name} = {value!r}, which we don't know and may change the model"
                 )
-
-
-def number(value: Any) -> float:
-    """A number of config.json: newer versions of transformers write infinity as an object."""
-    return float(value["__float__"]) if isinstance(value, dict) else float(value)
 
 
 class Layout(NamedTuple):
@@ -175,8 +171,8 @@ class Family:
     """The names of modules in the file: those outside of layers, and the list of layers."""
     norms = "input_layernorm", "post_attention_layernorm"
     """A layer's norm of the mixers, and that of the network."""
-    network = "mlp"
-    """A layer's gated network."""
+    attention, recurrence, network = "self_attn", "", "mlp"
+    """A layer's attention, recurrence and gated network."""
     norm_offset = 0.0
     """The number that is added to the weights of these norms."""
 
@@ -209,9 +205,17 @@ class Family:
     def in_layer(
         self, fields: Fields, config: AnyConfig, mixers: Sequence[Any], ours: str, theirs: str
     ) -> dict[str, Any]:
-        """The places of a layer's mixers and output, by default of attention, and what differs from the class's names.
+        """The places of a layer's mixers and output, by default of one mixer, and what differs from the class's names.
         `ours` and `theirs` are the beginnings of all names in the layer."""
-        return places_of_attention(mixers[0], ours, f"{theirs}self_attn.")
+        [mixer] = mixers
+        if isinstance(mixer, SpanAttentionConfig):
+            return places_of_attention(mixer, ours, f"{theirs}{self.attention}.", norm_offset=self.norm_offset)
+        return self.in_recurrence(mixer, config.shape, ours, f"{theirs}{self.recurrence}.")
+
+    @staticmethod
+    def in_recurrence(mixer: Any, shape: DecoderShape, ours: str, theirs: str) -> dict[str, Any]:
+        """The places of a layer's recurrence and output, as `places_of_attention`."""
+        raise NotImplementedError
 
     def places(self, fields: Fields, config: AnyConfig) -> Places:
         """The places of all parameters; those that the decoder lacks are not used."""
@@ -235,8 +239,6 @@ class Family:
 
 def parts_of(places: Places, path: str) -> Sequence[Part]:
     """The parts of a parameter of ours."""
-    if path not in places:
-        raise ValueError(f"the family has no place for {path}")
     place = places[path]
     return (place,) if isinstance(place, Part) else place
 

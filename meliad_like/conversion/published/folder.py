@@ -57,7 +57,8 @@ class Described(NamedTuple):
 
 def described(saved: Mapping[str, Any], owner: str, *, decoder: bool = False) -> Described:
     """The model of a config.json; `decoder`: in any case as our decoder."""
-    kind, owner = saved.get("model_type"), str(owner)
+    kind = saved.get("model_type")
+    # A list, because the file may have something that is not hashable.
     if kind not in list(FAMILIES):
         raise UserError(f"{owner}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
@@ -74,15 +75,6 @@ def described(saved: Mapping[str, Any], owner: str, *, decoder: bool = False) ->
     if isinstance(config, DecoderConfig):
         config = dataclasses.replace(config, published=json.dumps(fields.saved, sort_keys=True))
     return Described(config, size, family, fields)
-
-
-def described_by(folder: str | Path, *, decoder: bool = False) -> Described:
-    """The model of a folder, with the recurrence between windows that was saved there."""
-    path = Path(folder) / CONFIG_NAME
-    model = described(read_object(path), str(path), decoder=decoder)
-    if isinstance(model.config, PretrainedConfig) and (recurrence := Path(folder) / RECURRENCE_NAME).exists():
-        return model._replace(config=with_recurrence(recurrence, model.config))
-    return model
 
 
 def _params_of(folder: Path, model: Described, dtype: ActivationDtype) -> dict[str, Any]:
@@ -116,7 +108,10 @@ def config_of_published(folder: str | Path, changes: Changes) -> tuple[RunConfig
         return value if type(value) is type(default) else default
 
     folder = Path(folder)
-    model = described_by(folder, decoder=bound("RunConfig.model", "") == "decoder")
+    path, as_decoder = folder / CONFIG_NAME, bound("RunConfig.model", "") == "decoder"
+    model = described(read_object(path), str(path), decoder=as_decoder)
+    if isinstance(model.config, PretrainedConfig) and (recurrence := folder / RECURRENCE_NAME).exists():
+        model = model._replace(config=with_recurrence(recurrence, model.config))
     config = model.config
     # Any block length that is asked for has whole segments.
     window = bound(f"{type(config).__name__}.window_length", config.window_length)

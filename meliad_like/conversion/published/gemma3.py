@@ -1,6 +1,6 @@
 """Gemma 3 (`model_type` gemma3_text): attention to windows, and in every sixth layer full attention; norms around."""
 
-from meliad_like.conversion.published.family import Family, places_of_attention
+from meliad_like.conversion.published.family import Family
 from meliad_like.conversion.published.parts import WINDOWS, attention, layer_types, rotary, stack
 from meliad_like.layers.feedforward import GatedFeedForward
 from meliad_like.mixers.dot_product_attention import LocalAttention
@@ -43,7 +43,7 @@ class Gemma3Family(Family):
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):
-        places = places_of_attention(mixers[0], ours, f"{theirs}self_attn.", norm_offset=self.norm_offset)
+        places = super().in_layer(fields, config, mixers, ours, theirs)
         for path, norm in zip(("second_norm", "feedforward/second_norm"), self.second_norms):
             places |= self._norm(f"{ours}{path}", f"{theirs}{norm}")
         return places

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear, number
+import numpy as np
+
+from meliad_like.conversion.published.family import FILTERS, Family, Fields, Part, linear
 from meliad_like.conversion.published.parts import decoder
 from meliad_like.errors import UserError
 from meliad_like.mixers.base import DecoderShape
@@ -18,7 +21,9 @@ SIZES = "num_heads", "state_size", "num_groups", "conv_length", "head_size"
 def recurrence(fields: Fields, sizes: Sequence[str], bias: str, conv_bias: str, **others: Any) -> Mamba2:
     """The mixer by the fields with these names, and by others of our config. `sizes` are the names of as many of
     `SIZES`; `bias` is that of its projections."""
-    smallest, largest = (number(x) for x in fields("time_step_limit", list, [0.0, math.inf]))
+    limits = fields("time_step_limit", list, [0.0, math.inf])
+    # Newer versions of transformers write infinity as an object.
+    smallest, largest = (float(x["__float__"] if isinstance(x, dict) else x) for x in limits)
     usual = {"min_step": smallest, "max_step": None if largest == math.inf else largest}
     usual |= dict.fromkeys(("input_bias", "output_bias"), fields(bias, bool, False))
     usual |= {"conv_bias": fields(conv_bias, bool, True)}
@@ -52,15 +57,11 @@ def places_of_mamba2(
     """The places of a layer's mixer and output, as `places_of_attention`. The factors are those of the results of the
     input projection, gates, values, keys, queries and steps, and of its input."""
     path, width, of_groups = f"{ours}mixers/mamba2/", mixer.width(shape), mixer.of_groups
-    names, sizes = (
-        ("gate", "value", "key", "query", "step_size"),
-        (width, width, of_groups, of_groups, width // mixer.head_size),
-    )
+    names = "gate", "value", "key", "query", "step_size"
+    ends_of_rows = np.cumsum([0, width, width, of_groups, of_groups, width // mixer.head_size]).tolist()
     places: dict[str, Any] = linear(f"{ours}output", f"{theirs}out_proj", of_output)
-    first = 0
-    for name, size, factor in zip(names, sizes, factors, strict=True):
-        places |= linear(f"{path}{name}", f"{theirs}in_proj", factor, range(first, first + size), of_input)
-        first += size
+    for name, ends, factor in zip(names, pairwise(ends_of_rows), factors, strict=True):
+        places |= linear(f"{path}{name}", f"{theirs}in_proj", factor, range(*ends), of_input)
     return places | {
         f"{path}filters": Part(f"{theirs}conv1d.weight", FILTERS),
         f"{path}filter_bias": Part(f"{theirs}conv1d.bias"),
@@ -76,7 +77,8 @@ class Mamba2Family(Family):
 
     model_types = ("mamba2",)
     embedding, final_norm, layers = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
-    norms = ("norm",)
+    norms, recurrence = ("norm",), "mixer"
+    in_recurrence = staticmethod(places_of_mamba2)
 
     def name(self, tensor, config):
         # Older files.
@@ -94,6 +96,3 @@ class Mamba2Family(Family):
         # There are no networks, whose width is our default.
         unused = {"feedforward_width": DecoderConfig.feedforward_width}
         return decoder(fields, ["mamba2"] * layers, (mixer,), num_heads=h, head_size=p, norm_epsilon=epsilon, **unused)
-
-    def in_layer(self, fields, config, mixers, ours, theirs):
-        return places_of_mamba2(mixers[0], config.shape, ours, f"{theirs}mixer.")

@@ -1,11 +1,10 @@
 """Nemotron-H without experts (`model_type` nemotron_h): layers of Mamba-2, of attention or of a network alone."""
 
-from meliad_like.conversion.published.family import Family, linear, places_of_attention
+from meliad_like.conversion.published.family import Family, linear
 from meliad_like.conversion.published.mamba2 import places_of_mamba2, recurrence
 from meliad_like.conversion.published.parts import attention, decoder
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import PlainFeedForward
-from meliad_like.mixers.mamba2 import Mamba2
 
 LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The names of kinds of layers in newer files, by those in older ones."""
@@ -24,7 +23,8 @@ class NemotronHFamily(Family):
 
     model_types = ("nemotron_h",)
     embedding, final_norm, layers = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
-    norms = "norm", "norm"
+    norms, attention, recurrence = ("norm", "norm"), "mixer", "mixer"
+    in_recurrence = staticmethod(places_of_mamba2)
 
     def name(self, tensor, config):
         # A head for several tokens ahead.
@@ -65,11 +65,7 @@ class NemotronHFamily(Family):
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):
-        theirs = f"{theirs}mixer."
-        if not mixers:
-            network = f"{ours}feedforward/network/"
-            return linear(f"{network}hidden", f"{theirs}up_proj") | linear(f"{network}output", f"{theirs}down_proj")
-        [mixer] = mixers
-        if isinstance(mixer, Mamba2):
-            return places_of_mamba2(mixer, config.shape, ours, theirs)
-        return places_of_attention(mixer, ours, theirs)
+        if mixers:
+            return super().in_layer(fields, config, mixers, ours, theirs)
+        network, theirs = f"{ours}feedforward/network/", f"{theirs}mixer."
+        return linear(f"{network}hidden", f"{theirs}up_proj") | linear(f"{network}output", f"{theirs}down_proj")

@@ -1,8 +1,9 @@
 """OLMo-Hybrid (`model_type` olmo_hybrid): the gated delta rule, and attention in layers whose norms come last."""
 
+import functools
 import re
 
-from meliad_like.conversion.published.family import Family, Part, places_of_attention
+from meliad_like.conversion.published.family import Family, Part
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -23,7 +24,8 @@ class OlmoHybridFamily(Family):
     """Tensors are named as transformers 5.24 writes them, which differs from what they are."""
 
     model_types = ("olmo_hybrid",)
-    norms = "attention_layer_norm", "feedforward_layer_norm"
+    norms, recurrence = ("attention_layer_norm", "feedforward_layer_norm"), "linear_attn"
+    in_recurrence = staticmethod(functools.partial(places_of_delta_rule, names=RECURRENCE))
 
     def name(self, tensor, config):
         match = re.fullmatch(r"(model\.layers\.(\d+)\.)(input_layernorm|post_attention_layernorm)(\.weight)", tensor)
@@ -72,10 +74,10 @@ class OlmoHybridFamily(Family):
         )
 
     def in_layer(self, fields, config, mixers, ours, theirs):
-        [mixer] = mixers
-        if isinstance(mixer, GatedDeltaRule):
-            return places_of_delta_rule(mixer, config.shape, ours, f"{theirs}linear_attn.", RECURRENCE)
-        return places_of_attention(mixer, ours, f"{theirs}self_attn.") | {
+        places = super().in_layer(fields, config, mixers, ours, theirs)
+        if isinstance(mixers[0], GatedDeltaRule):
+            return places
+        return places | {
             f"{ours}norm/scale": Part(f"{theirs}feedforward_layer_norm.weight"),
             f"{ours}feedforward/norm/scale": Part(f"{theirs}post_feedforward_layernorm.weight"),
         }

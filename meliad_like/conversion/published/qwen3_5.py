@@ -1,8 +1,10 @@
 """Qwen3.5, dense (`model_type` qwen3_5 and qwen3_5_text): the gated delta rule, and in some layers full attention."""
 
+import functools
+
 import numpy as np
 
-from meliad_like.conversion.published.family import Family, linear, places_of_attention
+from meliad_like.conversion.published.family import Family, linear
 from meliad_like.conversion.published.parts import attention, layer_types, places_of_delta_rule, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.mixers.gated_delta_rule import GatedDeltaRule
@@ -20,7 +22,8 @@ class Qwen35Family(Family):
     """Qwen3.5. A model that also sees pictures is opened as its language model alone, and written as qwen3_5_text."""
 
     model_types = ("qwen3_5", "qwen3_5_text")
-    norm_offset = 1.0
+    norm_offset, recurrence = 1.0, "linear_attn"
+    in_recurrence = staticmethod(functools.partial(places_of_delta_rule, names=RECURRENCE))
 
     def normal_form(self, saved, owner):
         if saved["model_type"] == "qwen3_5_text":
@@ -61,14 +64,14 @@ class Qwen35Family(Family):
         return stack(fields, layer_types(fields, default), mixers, head_size=k, norm_epsilon=epsilon)
 
     def in_layer(self, fields, config, mixers, ours, theirs):
-        [mixer] = mixers
-        if isinstance(mixer, GatedDeltaRule):
-            return places_of_delta_rule(mixer, config.shape, ours, f"{theirs}linear_attn.", RECURRENCE)
+        places = super().in_layer(fields, config, mixers, ours, theirs)
+        if isinstance(mixers[0], GatedDeltaRule):
+            return places
         path, module = f"{ours}mixers/dot_product_attention/", f"{theirs}self_attn."
         # For each head the rows of its queries, then those of its gates.
         rows = np.arange(2 * config.shape.inner_width).reshape(config.num_heads, 2, -1)
         return (
-            places_of_attention(mixer, ours, module, norm_offset=self.norm_offset)
+            places
             | linear(f"{path}query", f"{module}q_proj", rows=rows[:, 0].ravel())
             | linear(f"{path}gate", f"{module}q_proj", rows=rows[:, 1].ravel())
         )

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear, places_of_attention
+from meliad_like.conversion.published.family import FILTERS, Family, Part, flat, linear
 from meliad_like.conversion.published.parts import attention, rotary, stack
 from meliad_like.errors import UserError
 from meliad_like.layers.feedforward import GatedFeedForward
@@ -19,7 +19,7 @@ class RecurrentGemmaFamily(Family):
     model_types = ("recurrent_gemma",)
     final_norm = "model.final_norm"
     norms, norm_offset = ("temporal_pre_norm", "channel_pre_norm"), 1.0
-    network = "mlp_block"
+    attention, recurrence, network = "temporal_block", "temporal_block", "mlp_block"
 
     def decoder(self, fields):
         layers, d, f, h = fields.sizes("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -51,11 +51,9 @@ class RecurrentGemmaFamily(Family):
             norm_epsilon=fields("rms_norm_eps", float, 1e-6),
         )
 
-    def in_layer(self, fields, config, mixers, ours, theirs):
-        [mixer], theirs = mixers, f"{theirs}temporal_block."
-        if not isinstance(mixer, RGLRU):
-            return places_of_attention(mixer, ours, theirs)
-        path, blocks = f"{ours}mixers/rg_lru/", flat(config.num_heads)
+    @staticmethod
+    def in_recurrence(mixer, shape, ours, theirs):
+        path, blocks = f"{ours}mixers/rg_lru/", flat(shape.num_heads)
         return {
             **linear(f"{path}input", f"{theirs}linear_x"),
             **linear(f"{path}gate", f"{theirs}linear_y"),
