@@ -28,13 +28,22 @@ from meliad_like.vocabularies.base import ByteVocabulary
 
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory):
-    """A published model whose tokens are bytes, as a folder that has our vocabulary, and bindings of documents."""
+    """A published model whose tokens are bytes, as a folder that has our vocabulary, and bindings of documents.
+
+    Of its five layers, of which every third is attention, it has four, of which every second is: two are compiled.
+    """
     folder = tmp_path_factory.mktemp("bytes") / "model"
     bindings = tiny_run.make_bindings(folder.parent)
-    ByteVocabulary(8).save(copied("recurrent_gemma", folder, {"vocab_size": 264}))
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    table = np.random.default_rng(0).normal(0, 0.3, (264, 32)).astype(np.float32)
-    safetensors.numpy.save_file(tensors | {"model.embed_tokens.weight": table}, folder / "model.safetensors")
+    changes = {"vocab_size": 264, "num_hidden_layers": 4, "block_types": ["recurrent", "attention"]}
+    ByteVocabulary(8).save(copied("recurrent_gemma", folder, changes))
+    saved = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {name: x for name, x in saved.items() if not name.startswith("model.layers.")}
+    tensors["model.embed_tokens.weight"] = np.random.default_rng(0).normal(0, 0.3, (264, 32)).astype(np.float32)
+    for i, source in enumerate((0, 2, 1, 2)):
+        prefix = f"model.layers.{source}."
+        of_layer = {name.removeprefix(prefix): x for name, x in saved.items() if name.startswith(prefix)}
+        tensors |= {f"model.layers.{i}.{name}": x for name, x in of_layer.items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     others = [binding for binding in bindings if not binding.startswith(("DecoderConfig", "RECURRENT", "Vocabulary"))]
     more = (
         "DecoderConfig.window_length = 8",
