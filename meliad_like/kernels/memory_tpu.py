@@ -31,57 +31,31 @@ PART = 128
 
 
 def operations(interpret: Interpret = False) -> Operations:
-    """The kernels for a search by bucket."""
-    return Operations(*(functools.partial(run, interpret=interpret) for run in (search, products, mix)))
+    """The kernels for a search by bucket, with the arguments of the functions in `memory_search`."""
 
+    def search(query, key, filled, count: int, kind: MemorySearch) -> Hits:
+        assert kind == "bucketed"
+        shape = (*query.shape[:3], count)
+        results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
+        filled = jnp.broadcast_to(filled[:, None], query.shape[:2])
+        score, row = _run(_search_kernel, count, filled, (query,), key, results, interpret)
+        return Hits(row * count + jnp.arange(count), score)
 
-def search(
-    query: Float[Array, "b h t k"],
-    key: Float[Array, "b h m k"],
-    filled: Int[Array, " b"],
-    count: int,
-    kind: MemorySearch,
-    *,
-    interpret: Interpret,
-) -> Hits:
-    """`memory_search.search` by bucket."""
-    assert kind == "bucketed"
-    shape = (*query.shape[:3], count)
-    results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
-    filled = jnp.broadcast_to(filled[:, None], query.shape[:2])
-    score, row = _run(_search_kernel, count, filled, (query,), key, results, interpret)
-    return Hits(row * count + jnp.arange(count), score)
+    def on_slots(kernel: Callable, x: Array, memory: Array, slot: Array, size: int) -> Array:
+        """Runs a kernel of one result, with `size` numbers for each query."""
+        count = slot.shape[-1]
+        row = slot // count
+        filled = (jnp.max(row, axis=(2, 3)) + 1) * count
+        result = jax.ShapeDtypeStruct((*slot.shape[:3], size), jnp.float32)
+        return _run(kernel, count, filled, (x, row), memory, (result,), interpret)[0]
 
+    def products(query, memory, slot) -> Array:
+        return on_slots(_products_kernel, query, memory, slot, slot.shape[-1])
 
-def products(
-    query: Float[Array, "b h t k"],
-    memory: Float[Array, "b h m k"],
-    slot: Int[Array, "b h t j"],
-    *,
-    interpret: Interpret,
-) -> Float[Array, "b h t j"]:
-    """`memory_search.products` with slots that were found by bucket."""
-    return _run_on_slots(_products_kernel, query, memory, slot, slot.shape[-1], interpret)
+    def mix(weights, memory, slot) -> Array:
+        return on_slots(_mix_kernel, weights.astype(jnp.float32), memory, slot, memory.shape[-1])
 
-
-def mix(
-    weights: Float[Array, "b h t j"],
-    memory: Float[Array, "b h m k"],
-    slot: Int[Array, "b h t j"],
-    *,
-    interpret: Interpret,
-) -> Float[Array, "b h t k"]:
-    """`memory_search.mix` of slots that were found by bucket."""
-    return _run_on_slots(_mix_kernel, weights.astype(jnp.float32), memory, slot, memory.shape[-1], interpret)
-
-
-def _run_on_slots(kernel: Callable, x: Array, memory: Array, slot: Array, size: int, interpret: Interpret) -> Array:
-    """Runs a kernel of one result, with `size` numbers for each query."""
-    count = slot.shape[-1]
-    row = slot // count
-    filled = (jnp.max(row, axis=(2, 3)) + 1) * count
-    result = jax.ShapeDtypeStruct((*slot.shape[:3], size), jnp.float32)
-    return _run(kernel, count, filled, (x, row), memory, (result,), interpret)[0]
+    return Operations(search, products, mix)
 
 
 def _run(

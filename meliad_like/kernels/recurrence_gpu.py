@@ -25,7 +25,7 @@ from meliad_like.kernels import recurrence_gpu_programs as programs
 from meliad_like.kernels.common import Grid, differentiable
 from meliad_like.kernels.recurrence import begins_document, read_on_mesh
 from meliad_like.kernels.recurrence_gpu_channels import Products, products_by_channel_in_kernel
-from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved, Sequence
+from meliad_like.kernels.recurrence_gpu_programs import Chunk, Options, Saved
 from meliad_like.layers.basic import over_root_mean_square
 from meliad_like.layers.linear_recurrence import Rule, decayed_products
 
@@ -101,7 +101,7 @@ def _read_forward(options, inputs, matrix, first):
         read, written = [(inputs.of_keys, "bcgrtt"), (inputs.strength, "bhn1")], [grids.new("bcgrtt", jnp.float32)]
         [inverse] = grids.call(programs.inverse_kernel, at, read, written, warps=1)
         update, of_keys = grids.solved(inverse, with_values=True)
-    read = grids.sequence, (matrix, "bhpk"), (update, "bhnp"), (of_keys, "bhnk")
+    read = *grids.sequence, (matrix, "bhpk"), (update, "bhnp"), (of_keys, "bhnk")
     corrected = (None, None) if of_keys is None else grids.new("bhnp")
     written = grids.new("bhcpk"), corrected, grids.new("bhpk", jnp.float32)
     before, corrected, after = grids.call(programs.states_kernel, through, read, written)
@@ -118,7 +118,7 @@ def _read_backward(options, saved, cotangents):
     of_keys = None if inverse is None else grids.solved(inverse, with_values=False)[1]
     read = grids.chunk, (cotangent, "bhnp")
     [of_read] = grids.call(programs.read_gradient_kernel, grids.at_chunk, read, [grids.new("bhnp")])
-    read = grids.sequence, (inputs.query, "bgnk"), (cotangent, "bhnp"), (of_after, "bhpk"), (of_read, "bhnp")
+    read = *grids.sequence, (inputs.query, "bgnk"), (cotangent, "bhnp"), (of_after, "bhpk"), (of_read, "bhnp")
     read = *read, (of_keys, "bhnk")
     written = grids.new("bhcpk"), grids.new("bhnp"), grids.new("bhpk", jnp.float32)
     of_state, of_update, of_matrix = grids.call(programs.states_gradient_kernel, grids.through_segment, read, written)
@@ -132,7 +132,6 @@ def _read_backward(options, saved, cotangents):
 _read = differentiable(_read_forward, _read_backward)
 
 OF_CHUNK = Chunk("bgnk", "bgnk", "bhnp", "bhn1", "bcgrtt", "bcgrtt", "bcgrte", "bcgrte")
-OF_SEQUENCE = Sequence("bc", "bgnk", "bcgrte", "bcgrte")
 """The axes of a segment's arrays."""
 
 
@@ -148,7 +147,7 @@ class _Grids:
         b, c, g, r, t, e = inputs.decay.shape
         h, p, k = g * r, inputs.value.shape[3], inputs.key.shape[3]
         self.sizes = {"b": b, "c": c, "g": g, "r": r, "t": t, "e": e, "h": h, "n": c * t, "1": 1, "p": p, "k": k}
-        self.sequence = Sequence(first, inputs.key, inputs.until_end, inputs.decay), OF_SEQUENCE
+        self.sequence = (first, "bc"), (inputs.key, "bgnk"), (inputs.until_end, "bcgrte"), (inputs.decay, "bcgrte")
         self.chunk = inputs, OF_CHUNK
         # The places of a head's group, and of the head in it.
         of_head = {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from meliad_like.kernels.common import Ref, row_and_column
 from meliad_like.kernels.common import matrix_product as product
@@ -121,42 +121,30 @@ def solved_kernel(options: Options, chunk: Chunk, inverse, of_values, of_keys):
         of_values[:, at] = product(inverse, value, precision=precision).astype(of_values.dtype)
 
 
-class Sequence(NamedTuple):
-    """The inputs of a segment for the states of a head, which pass from chunk to chunk."""
-
-    first: Int[Ref, " c"]
-    """1 for the chunks with which a document begins, otherwise 0."""
-    key: Float[Ref, "n k"]
-    until_end: Float[Ref, "c t e"]
-    """The decay from each token to its chunk's end."""
-    decay: Float[Ref, "c t e"]
-    """The decay from the chunk's beginning to each token."""
-
-
-def _rows(index, t: int):
-    return pl.ds(index * t, t)
-
-
-def _decayed(state: Array, x: Sequence, index) -> Array:
+def _decayed(state: Array, decay: Float[Ref, "c t e"], index) -> Array:
     """The state times the decay of a chunk."""
-    return state * x.decay[index, x.decay.shape[1] - 1, :][None]
+    return state * decay[index, decay.shape[1] - 1, :][None]
 
 
-def states_kernel(options: Options, x: Sequence, matrix, of_values, of_keys, before, update, after):
+def states_kernel(options: Options, first, key, until_end, decay, matrix, of_values, of_keys, before, update, after):
     """Writes the states before each chunk [c, p, k], and after the segment [p, k], for some channels of the values.
-    With the delta rule, `update` [n, p] are the updates; else `of_values` are, and `of_keys` and `update` are None."""
-    c, t, _ = x.decay.shape
+
+    `first` [c] is 1 for the chunks with which a document begins; keys are [n, k], and decays [c, t, e] as in `Chunk`.
+    With the delta rule, `update` [n, p] are the updates; else `of_values` are, and `of_keys` and `update` are None.
+    """
+    c, t, _ = decay.shape
 
     def step(index, state):
-        state = jnp.where(x.first[index] > 0, 0.0, state)
+        rows = pl.ds(index * t, t)
+        state = jnp.where(first[index] > 0, 0.0, state)
         rounded = state.astype(options.dtype)
         before[index] = rounded.astype(before.dtype)
-        written = of_values[_rows(index, t), :].astype(jnp.float32)
+        written = of_values[rows, :].astype(jnp.float32)
         if of_keys is not None:
-            written -= product(of_keys[_rows(index, t), :], rounded, (1, 1))
-            update[_rows(index, t), :] = written.astype(update.dtype)
-        key = x.key[_rows(index, t), :]
-        return _decayed(state, x, index) + _written(options, written, key, x.until_end[index])
+            written -= product(of_keys[rows, :], rounded, (1, 1))
+            update[rows, :] = written.astype(update.dtype)
+        of_chunk = key[rows, :]
+        return _decayed(state, decay, index) + _written(options, written, of_chunk, until_end[index])
 
     after[...] = jax.lax.fori_loop(0, c, step, matrix[...])
 
@@ -187,33 +175,34 @@ def read_gradient_kernel(options: Options, chunk: Chunk, cotangent, of_update):
 
 
 def states_gradient_kernel(
-    options: Options, x: Sequence, query, cotangent, of_after, of_read, of_keys, of_state, of_update, of_matrix
-):
+    options: Options, first, key, until_end, decay, query, cotangent, of_after, of_read, of_keys,
+    of_state, of_update, of_matrix,
+):  # fmt: skip
     """Writes the gradients of the states after each chunk [c, p, k], of the updates [n, p] and of the states before the
     segment [p, k], for some channels of the values. `of_read` is the result of `read_gradient_kernel`."""
-    c, t, e = x.decay.shape
+    c, t, e = decay.shape
 
     def step(i, gradient):
         index = c - 1 - i
-        rows = _rows(index, t)
+        rows = pl.ds(index * t, t)
         rounded = gradient.astype(options.dtype)
         of_state[index] = rounded.astype(of_state.dtype)
-        until_end, decay, key = x.until_end[index], x.decay[index], x.key[rows, :]
+        of_end, of_begin, of_chunk = until_end[index], decay[index], key[rows, :]
         total = of_read[rows, :].astype(jnp.float32)
         if e == 1:
-            total += until_end * product(key, rounded, (1, 1))
+            total += of_end * product(of_chunk, rounded, (1, 1))
         else:
-            total += product(times(options.dtype, key, until_end), rounded, (1, 1))
+            total += product(times(options.dtype, of_chunk, of_end), rounded, (1, 1))
         of_update[rows, :] = total.astype(of_update.dtype)
         read, reader = cotangent[rows, :], query[rows, :]
         if e == 1:
-            read = times(options.dtype, read, decay)
+            read = times(options.dtype, read, of_begin)
         else:
-            reader = times(options.dtype, reader, decay)
-        gradient = _decayed(gradient, x, index) + product(read, reader, (0, 0))
+            reader = times(options.dtype, reader, of_begin)
+        gradient = _decayed(gradient, decay, index) + product(read, reader, (0, 0))
         if of_keys is not None:
             gradient -= product(total.astype(options.dtype), of_keys[rows, :], (0, 0))
-        return jnp.where(x.first[index] > 0, 0.0, gradient)
+        return jnp.where(first[index] > 0, 0.0, gradient)
 
     of_matrix[...] = jax.lax.fori_loop(0, c, step, of_after[...])
 

@@ -118,27 +118,17 @@ def _in_pairs(options: Options, below: Float[Array, "t t"], inverse: Float[Array
     return inverse - in_place(precisely(options, of_second(inverse), in_place(total)))
 
 
-class Updates(NamedTuple):
-    """What a chunk's tokens write to a head."""
-
-    update: Float[Array, "t p"]
-    """Rounded."""
-    inverse: Float[Any, "t t"] = None
-    """Rounded; None without the delta rule."""
-    difference: Float[Any, "t p"] = None
-    """The values without what the state has for their keys; None without the delta rule."""
-
-
-def updates(x: Head, state: Float[Array, "p k"]) -> Updates:
-    """The updates of a chunk's tokens, from the state before it, rounded."""
+def updates(x: Head, state: Float[Array, "p k"]) -> tuple[Float[Array, "t p"], Any, Any]:
+    """The updates of a chunk's tokens, from the state before it, both rounded. With the delta rule, also the inverse
+    [t, t], rounded, and the values without what the state has for their keys [t, p]; otherwise None."""
     if not x.options.corrected:
-        return Updates(x.value if x.strength is None else times(x.options.dtype, x.value, x.strength))
+        return x.value if x.strength is None else times(x.options.dtype, x.value, x.strength), None, None
     row, column = indices(len(x.key))
     below = jnp.where(column < row, x.products.of_keys * x.strength, 0)
     inverse = inverse_of_unit_triangular(x.options, below).astype(x.options.dtype)
     difference = x.value.astype(jnp.float32) - product(x.key, state, (1, 1))
     update = product(inverse, times(x.options.dtype, difference, x.strength))
-    return Updates(update.astype(x.options.dtype), inverse, difference)
+    return update.astype(x.options.dtype), inverse, difference
 
 
 def forward_kernel(options: Options, first, x: Inputs, matrix, read: Results, before, after, sums):
@@ -150,7 +140,7 @@ def forward_kernel(options: Options, first, x: Inputs, matrix, read: Results, be
         for head in heads:
             state = jnp.where(is_first, 0.0, after[head.index])
             rounded = state.astype(options.dtype)
-            update = updates(head, rounded).update
+            update, *_ = updates(head, rounded)
             result = product(head.weights, update) + product(head.query, rounded, (1, 1))
             if options.norm_epsilon is not None:
                 factor = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + options.norm_epsilon)
@@ -204,20 +194,20 @@ def backward_kernel(
 def _gradients(x: Head, before, cotangent, of_after) -> tuple[Inputs, Float[Array, "p k"]]:
     """The gradients of the inputs of a head, where that of the strength is a row [1, t], and of the state before it."""
     options, decayed, (row, column) = x.options, x.decayed, indices(len(x.key))
-    made, rounded = updates(x, before), of_after.astype(options.dtype)
+    (update, inverse, difference), rounded = updates(x, before), of_after.astype(options.dtype)
     of_update = product(x.weights, cotangent, (0, 0)) + product(x.key_until_end, rounded, (1, 1))
-    of_queries = jnp.where(column <= row, product(cotangent, made.update, (1, 1)), 0)
+    of_queries = jnp.where(column <= row, product(cotangent, update, (1, 1)), 0)
     # The gradients of what is decayed.
-    of_query, of_key_until_end = product(cotangent, before), product(made.update, rounded)
+    of_query, of_key_until_end = product(cotangent, before), product(update, rounded)
     of_before = x.of_chunk * of_after + product(cotangent, x.query, (0, 0))
     of_value, of_strength, of_keys, of_key = of_update, None, None, jnp.zeros_like(of_query)
     if options.corrected:
         # The gradient of the values times their strength.
-        of_known = product(made.inverse, of_update.astype(options.dtype), (0, 0))
+        of_known = product(inverse, of_update.astype(options.dtype), (0, 0))
         of_value = x.strength * of_known
-        of_solved = -jnp.where(column < row, product(of_known.astype(options.dtype), made.update, (1, 1)), 0)
+        of_solved = -jnp.where(column < row, product(of_known.astype(options.dtype), update, (1, 1)), 0)
         of_keys = x.strength * of_solved
-        of_strength = jnp.sum(of_known * made.difference, axis=1, keepdims=True)
+        of_strength = jnp.sum(of_known * difference, axis=1, keepdims=True)
         of_strength += jnp.sum(of_solved * x.products.of_keys, axis=1, keepdims=True)
         written = of_value.astype(options.dtype)
         of_key = -product(written, before)

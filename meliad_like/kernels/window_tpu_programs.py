@@ -170,7 +170,11 @@ def backward_kernel(options, valid, scale, bias, kept, projected, key, value, mi
         for one in (bias_sums, scale_sums):
             one[...] = jnp.zeros(one.shape, jnp.float32)
 
-    _begin_block(sums, turn)
+    # The turn before, of the block after this one, has left its part of the sums as those of the block before; they
+    # become the block's own, and the others start again at 0.
+    for one, left in ((sums.key, sums.before_key), (sums.value, sums.before_value)):
+        one[...] = jnp.where(turn > 0, left[...], 0)
+        left[...] = jnp.zeros(left.shape, jnp.float32)
 
     @pl.when(~is_first)
     def _():
@@ -208,14 +212,6 @@ def backward_kernel(options, valid, scale, bias, kept, projected, key, value, mi
         scale_gradient[...] = scale_sums[...]
         # The transpose of `_lay_out`: the gradient is summed over the queries, by distance.
         bias_gradient[...] = jnp.sum(_sheared(bias_sums[...], right=False), axis=0, keepdims=True)
-
-
-def _begin_block(sums: Projected, turn: Array) -> None:
-    """Begins the sums of a block. The turn before, of the block after it, has left its part of them as those of the
-    block before; they become the block's own, and the others start again at 0."""
-    for one, left in ((sums.key, sums.before_key), (sums.value, sums.before_value)):
-        one[...] = jnp.where(turn > 0, left[...], 0)
-        left[...] = jnp.zeros(left.shape, jnp.float32)
 
 
 def _clear_unless(is_valid: Array, *arrays: Any) -> None:
