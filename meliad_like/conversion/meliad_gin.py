@@ -138,21 +138,17 @@ def _rule(key: str, value: Any) -> str | None:
 
 def _in_use(theirs: dict[str, Any]) -> dict[str, Any]:
     """The bindings, without classes that are only used where a value refers to them, and no value does."""
+    references = {value[1:] for value in theirs.values() if isinstance(value, Placeholder)}
 
-    def is_used(name: str, values: Sequence[Any]) -> bool:
+    def is_used(name: str) -> bool:
         scope, _, owner = name.rpartition("/")
         if not BY_REFERENCE & {name, owner}:
             return True
-        references = {value[1:] for value in values if isinstance(value, Placeholder)}
         return name in references or (not scope and any(_short(reference) == owner for reference in references))
 
-    used = theirs
-    while True:
-        # Without the classes to which only those refer that were removed before.
-        fewer = {key: value for key, value in used.items() if is_used(key.rpartition(".")[0], [*used.values()])}
-        if len(fewer) == len(used):
-            return used
-        used = fewer
+    used = {key: value for key, value in theirs.items() if is_used(key.rpartition(".")[0])}
+    # Nor are those used to which only the classes that were left out refer.
+    return used if len(used) == len(theirs) else _in_use(used)
 
 
 def _complete(ours: dict[str, Any], problems: list[str]) -> Recipe:

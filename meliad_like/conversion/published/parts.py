@@ -1,7 +1,6 @@
 """Functions that several families share: decoders, mixers and their parameters, positions and kinds of layers."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -151,9 +150,7 @@ WINDOWS = {"sliding_attention": "window", "full_attention": "full"}
 """The kinds of layers of attention by their names."""
 
 
-def layer_types(
-    fields: Fields, default: Sequence[str], names: Mapping[str, str] = MappingProxyType(LAYER_TYPES)
-) -> tuple[str, ...]:
+def layer_types(fields: Fields, default: Sequence[str], names: Mapping[str, str] = LAYER_TYPES) -> tuple[str, ...]:
     """The kind of each layer. `default`: the kinds where config.json has none; `names`: all kinds by their names."""
     kinds = fields("layer_types", tuple[str, ...], None)
     if kinds is None:
