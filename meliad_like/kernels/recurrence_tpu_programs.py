@@ -73,10 +73,6 @@ class Head:
         self.weights = self.products.of_queries.astype(options.dtype)
         self.of_chunk = since_begin[-1:]
 
-    def after(self, state: Float[Array, "p k"], update: Float[Array, "t p"]) -> Float[Array, "p k"]:
-        """The state after the chunk."""
-        return self.of_chunk * state + product(update, self.key_until_end, (0, 0))
-
 
 def inverse_of_unit_triangular(options: Options, below: Float[Array, "t t"]) -> Float[Array, "t t"]:
     """The inverse of I + `below`, whose entries on and above the diagonal are 0.
@@ -147,7 +143,8 @@ def forward_kernel(options: Options, first, x: Inputs, matrix, read: Results, be
                 result *= factor
                 read.factor[pl.ds(head.index, 1), :] = _row(factor)
             results.append(result)
-            states.append((head.index, rounded, head.after(state, update)))
+            state = head.of_chunk * state + product(update, head.key_until_end, (0, 0))
+            states.append((head.index, rounded, state))
         turn.write(read.vectors, results)
         for index, rounded, state in states:
             before[index], after[index] = rounded, state

@@ -94,8 +94,7 @@ def _call(
     written = [(jax.ShapeDtypeStruct(vectors[0][0].shape, jnp.float32), "bgxl")] * number
     inputs = *vectors, (state.reshape(b, parts, i, columns), "bpil")
     params, scratch = tpu_params("parallel", "parallel", "arbitrary"), [pltpu.VMEM((i, columns), jnp.float32)]
-    name = f"scan{kernel.__name__}"
-    results = grid.call(kernel, inputs, written, params, scratch, interpret=interpret, name=name)
+    results = grid.call(kernel, inputs, written, params, scratch, interpret=interpret, name=f"scan{kernel.__name__}")
     return [rearrange(x, "b g (i r) l -> b (g r) (i l)", r=rows) for x in results]
 
 

@@ -147,8 +147,8 @@ class _Band:
     def call(self, kernel, tiling: Tiling, tile: int, read, written, by_key: bool = False) -> list[Array]:
         """Runs a kernel, a function of references to shared, read and written arrays, in a grid of tiles with this
         number of tokens, heads and lanes."""
-        shared, (first, _), *_ = self.shared(tiling, by_key), *written
-        (_, length, _, k), (_, m, rows, columns) = first.shape, shared.bias.shape
+        shared = self.shared(tiling, by_key)
+        (_, length, _, k), (_, m, rows, columns) = written[0][0].shape, shared.bias.shape
         of_shared = {"c": shared.valid.shape[1], "m": m, "x": rows, "y": columns}
         grid = Grid(
             {"t": length // tile, "h": self.h, "b": self.b},
