@@ -33,7 +33,7 @@ named.
     "huggingface": """Converts pretrained models of transformers, or ours for it.
 
     meliad_like convert huggingface --input=FOLDER --output=DIR [--gin_file=...]
-    meliad_like convert huggingface --reverse --input=DIR --output=FOLDER
+    meliad_like convert huggingface --reverse --input=DIR --output=FOLDER [--dtype=bfloat16]
 
 Pretrained models contain their own config; gin files may set how they read, such as PretrainedConfig.window_length, and
 the documents. With --reverse, pretrained models are written as their own architecture, and decoders of the sliding
@@ -50,24 +50,33 @@ installed.
 COMMAND = Command(
     __doc__,
     subjects=PAGES,
-    used_by={"reverse": ("meliad", "huggingface"), "gin_file": [name for name in PAGES if name != "stablehlo"]},
+    used_by={
+        "reverse": ("meliad", "huggingface"),
+        "dtype": ("huggingface",),
+        "gin_file": [name for name in PAGES if name != "stablehlo"],
+    },
 )
 INPUT = COMMAND.string("input", None, "Their file or folder; our folder for --reverse, stablehlo.", required=True)
 flags.DEFINE_alias("checkpoint", "input", COMMAND.flags)
 OUTPUT = COMMAND.output("output", "Our folder; theirs, or an npz file, for --reverse, stablehlo.", "any", required=True)
 REVERSE = COMMAND.bool("reverse", False, "From ours to theirs.")
+DTYPE = COMMAND.shared("dtype", "With --reverse: the dtype of all tensors of a pretrained model.")
 
 
 def main(subject: str) -> None:
     if REVERSE.value and COMMAND.gin_flags:
         raise UserError("--gin_file and --gin_param have no effect with --reverse: the checkpoint has its config")
+    if COMMAND.flags["dtype"].present and not REVERSE.value:
+        raise UserError("--dtype has no effect without --reverse: our checkpoints are float32")
     # Importing jax takes seconds: a mistyped flag is reported before.
     from meliad_like.conversion import meliad, meliad_gin, pretrained, stablehlo
 
     gin = COMMAND.gin_file.value, COMMAND.gin_param.value
     if REVERSE.value:
-        write = meliad.convert_to_meliad if subject == "meliad" else pretrained.convert_to_huggingface
-        write(INPUT.value, OUTPUT.value)
+        if subject == "meliad":
+            meliad.convert_to_meliad(INPUT.value, OUTPUT.value)
+        else:
+            pretrained.convert_to_huggingface(INPUT.value, OUTPUT.value, DTYPE.value)
     elif subject == "meliad_gin":
         meliad_gin.convert_meliad_gin(INPUT.value, *gin, OUTPUT.value)
     elif subject == "stablehlo":

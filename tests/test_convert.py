@@ -309,6 +309,7 @@ SUBJECTS = "meliad or meliad_gin or huggingface or stablehlo"
         ([], f"the first argument must be {SUBJECTS}, which is missing"),
         (["gpt2"], f"the first argument must be {SUBJECTS}, not 'gpt2'"),
         (["meliad", "b"], "unexpected argument 'b'"),
+        (["huggingface", "--dtype=bfloat16"], "--dtype has no effect without --reverse"),
     ],
 )
 def test_mistakes_are_one_line(words, message):

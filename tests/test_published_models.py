@@ -9,6 +9,7 @@ gradient (`make_golden_gradient_errors.py`). All parameters are random, norms an
 
 import dataclasses
 import json
+import shutil
 
 import forked
 import jax
@@ -168,6 +169,22 @@ def test_a_folder_and_back(case, tmp_path):
     ours, again = (meliad_like.load(tmp_path / folder) for folder in ("ours", "theirs"))
     assert dataclasses.replace(again.model.config, published="") == dataclasses.replace(ours.model.config, published="")
     assert_same(again.params, ours.params)
+
+
+def test_a_folder_in_bfloat16_and_back(case, tmp_path):
+    """As models are published: the same tensors bit for bit, also where a constant was folded in."""
+    *_, name = case
+    shutil.copytree(GOLDEN / name, tmp_path / name)
+    theirs = safetensors.numpy.load_file(GOLDEN / name / "model.safetensors")
+    theirs = {key: x.astype(jnp.bfloat16) for key, x in theirs.items()}
+    safetensors.numpy.save_file(theirs, tmp_path / name / "model.safetensors")
+    convert_from_huggingface(tmp_path / name, (), (), tmp_path / "ours")
+    convert_to_huggingface(tmp_path / "ours", tmp_path / "back", "bfloat16")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    for key, x in safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors").items():
+        expected = theirs[key if key in theirs else key.replace("model.", "model.language_model.", 1)]
+        assert x.dtype == expected.dtype
+        np.testing.assert_array_equal(x, expected, err_msg=key)
 
 
 @pytest.mark.thorough

@@ -89,15 +89,20 @@ def convert_from_huggingface(
     write_whole(workdir / GIN_NAME, "\n".join([to_gin(run, names), "".join(sizes)]))
 
 
-def convert_to_huggingface(checkpoint: str | Path, folder: str | Path) -> None:
-    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer."""
+def convert_to_huggingface(checkpoint: str | Path, folder: str | Path, dtype: ActivationDtype = "float32") -> None:
+    """Writes our newest checkpoint as a folder that `transformers` reads, with its tokenizer; a pretrained model with
+    tensors of this dtype."""
     opened = open_checkpoint(checkpoint)
     model = opened.run.model
     if isinstance(model, PretrainedConfig) or (isinstance(model, DecoderConfig) and model.published):
-        write_published(opened, folder := new_folder(folder))
+        write_published(opened, folder := new_folder(folder), dtype)
         _write_tokenizer(opened.vocabulary, folder)
     else:
         own_decoders.check_decoder(opened.run.model, checkpoint)
+        if dtype != "float32":
+            raise UserError(
+                f"dtype={dtype}: {checkpoint} is a decoder of ours, whose file of PyTorch has float32 alone"
+            )
         _write_own_decoder(opened, new_folder(folder))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from meliad_like.config import Changes, RunConfig, bound_values, fit, parse
@@ -147,9 +148,13 @@ def _check_same(config: AnyConfig, model: Any, owner: str) -> None:
         )
 
 
-def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
-    """Writes a pretrained decoder, or a decoder that was opened from a published model, into an existing folder,
-    without its tokenizer. A recurrence, which config.json can't express, is saved in a file of its own."""
+def write_published(opened: OpenedCheckpoint, folder: Path, dtype: ActivationDtype = "float32") -> None:
+    """Writes a pretrained decoder, or a decoder that was opened from a published model, into an existing folder, with
+    tensors of this dtype and without its tokenizer. A recurrence, which config.json can't express, is saved in a file
+    of its own.
+
+    In float32 a tensor into which a constant was folded may differ by the last bit from the one that was read.
+    """
     config, params, owner = opened.model.config, dict(opened.params), f"config.json of {folder}"
     recurrence = params.pop("recurrence", None)
     if isinstance(config, PretrainedConfig):
@@ -161,9 +166,10 @@ def write_published(opened: OpenedCheckpoint, folder: Path) -> None:
         saved = json.loads(config.published)
     model = described(saved, owner, decoder=isinstance(config, DecoderConfig))
     _check_same(model.config, config, owner)
-    write_json(folder / CONFIG_NAME, saved | {"dtype": "float32"})
+    write_json(folder / CONFIG_NAME, saved | {"dtype": dtype})
     tensors = to_tensors(model.family, model.family.places(model.fields, model.config), params)
-    save_tensors(tensors, folder / TENSORS_NAME, {"format": "pt"})
+    rounded = {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    save_tensors(rounded, folder / TENSORS_NAME, {"format": "pt"})
 
 
 def _vocabulary(folder: Path, saved: Mapping[str, Any], size: int) -> VocabularyConfig:
