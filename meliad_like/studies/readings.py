@@ -81,7 +81,7 @@ def open_compared(request: StudyRequest, other: Sequence[str], other_step: int |
     models += [open_studied(folder, request.gin_param, other_step) for folder in other]
     if len({studied.label for studied in models}) == len(models):
         return models
-    return [s._replace(label=f"{s.folder}, step {s.opened.step:,}") for s in models]
+    return [s._replace(label=", ".join([s.folder, f"step {s.opened.step:,}", *s.changes])) for s in models]
 
 
 class Selection(NamedTuple):
