@@ -21,8 +21,8 @@ from meliad_like.history.selection import SpanScorer, choose
 from meliad_like.history.settings import HistoryConfig
 from meliad_like.history.spans import Ends, Layout, Stride, Window, strides
 from meliad_like.history.stride_store import Journal
-from meliad_like.studies.bootstrap import intervals
 from meliad_like.studies.frames import number
+from meliad_like.studies.loss_sums import intervals
 from meliad_like.tables import Table
 
 BASELINE = "baseline"
@@ -160,7 +160,7 @@ def _drawn(num_documents: int) -> Int[np.ndarray, "resamples documents"]:
 
 
 def ratio(numerators: Any, denominators: Any) -> Float[np.ndarray, "3"]:
-    """sum(numerators) / sum(denominators) over documents, and the ends of its interval (`bootstrap.intervals`).
+    """sum(numerators) / sum(denominators) over documents, and the ends of its interval (`loss_sums.intervals`).
 
     All ratios share the resampled documents. The ends are NaN where only one document has a denominator, because all
     resamples would agree with it; or where none has.

@@ -1,4 +1,4 @@
-"""Sums of losses by bins of tokens, whose means are compared between models."""
+"""Sums of losses by bins of tokens, whose means are compared between models, and bootstrap intervals (Efron 1979)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,12 +6,26 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
-
-from meliad_like.studies.bootstrap import intervals
+from jaxtyping import Bool, Float, Int, Num
 
 RESAMPLES = 500
 FEWEST_DOCUMENTS = 5  # below which no interval is shown
+
+
+def intervals(
+    numerators: Num[np.ndarray, "documents ..."],
+    denominators: Num[np.ndarray, "documents ..."],
+    drawn: Num[np.ndarray, "resamples documents"],
+    level: float,
+) -> Float[np.ndarray, "2 ..."]:
+    """The ends of the intervals of sum(numerators) / sum(denominators) when documents are resampled with replacement.
+
+    `drawn` is how often each document is in each resample, and `level` the share of the resamples that are in an
+    interval. Resamples without a denominator are left out.
+    """
+    below = drawn @ denominators
+    ratios = np.where(below != 0, drawn @ numerators / np.where(below != 0, below, 1), np.nan)
+    return np.nanquantile(ratios, ((1 - level) / 2, (1 + level) / 2), axis=0)
 
 
 @dataclass(frozen=True)
@@ -31,14 +45,8 @@ class LossSums:
         counted: Sequence[Bool[np.ndarray, " targets"]],
         losses: Iterable[Iterable[Float[np.ndarray, " targets"]]],
     ) -> Self:
-        """Sums of losses in nats.
-
-        Args:
-          edges: the edges of the bins.
-          places: where the targets are on the axis of the bins, by document.
-          counted: which targets cost loss, by document.
-          losses: by model and by document.
-        """
+        """Sums of `losses`, nats by model and by document. `places` are where the targets of each document are on the
+        axis of the bins, and `counted` is True for those that cost loss."""
 
         def sums(place, which, nats):
             return np.histogram(place[which], edges, weights=nats[which].astype(np.float64) / math.log(2))[0]
