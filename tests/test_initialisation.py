@@ -16,7 +16,7 @@ from meliad_like.mixers.positions import Alibi, Fourier, Network, Orthogonal
 from meliad_like.mixers.recurrent_states import RecurrentStates, StateReader
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
-from meliad_like.studies.states import gate_values
+from meliad_like.studies.gates import gate_values
 
 GOLDEN = Path(__file__).parent / "golden"
 REFERENCE = json.loads((GOLDEN / "i_init_statistics.json").read_text())

@@ -21,7 +21,7 @@ from meliad_like.experiments.report import scores_file
 from meliad_like.experiments.tables import SUBJECTS
 from meliad_like.models.model import Model
 from meliad_like.studies import memory_map
-from meliad_like.studies.map_tables import accuracies, accuracy_table, bits_of_answer, summary, wilson
+from meliad_like.studies.memory_map import accuracies, bits_of_answer, grids, summary, wilson
 from meliad_like.studies.memory_source import (
     ANSWERS,
     FILLER,
@@ -208,10 +208,10 @@ def test_cells_and_their_summary():
     # What 5 of 100 say is below chance.
     np.testing.assert_allclose(totals["beyond a block (bits)"], [expected[0], 0])
     np.testing.assert_array_equal(totals["halved at (tokens)"], [np.nan, 64])
-    table = accuracy_table("a title", cells)
-    assert table.header == ("items", "0 blocks", "2 blocks")
-    assert [row[0] for row in table.rows] == ["4", "8"]
-    assert [text.split()[0] for row in table.rows for text in row[1:]] == ["1.00", "1.00", "0.80", "0.05"]
+    [(title, grid)] = grids({"a model": cells}).items()
+    assert title == "a model: recall, chance 0.062"
+    assert list(grid) == ["items", "0 blocks", "2 blocks"] and list(grid["items"]) == [4, 8]
+    assert [text.split()[0] for _, *texts in grid.to_numpy() for text in texts] == ["1.00", "1.00", "0.80", "0.05"]
 
 
 def test_a_map_counts_the_answers_of_all_seeds(tmp_path):

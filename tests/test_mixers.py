@@ -50,7 +50,7 @@ from meliad_like.mixers.sliding_window import SlidingWindow
 from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.registry import configs_in
-from meliad_like.studies import states
+from meliad_like.studies import gates
 from meliad_like.studies.interventions import cleared, exchange, part_names
 from meliad_like.training.checkpoints import Checkpoints
 
@@ -420,7 +420,7 @@ def test_a_study_can_watch_what_passes_from_block_to_block(name):
     carry = begin(model, params, 2)
     for block in np.split(tokens_of(2, 3), 3, axis=1):
         _, after = read(model, params, block, carry, starts(2, 1))
-        watched, carry = states.watch(model, model.bind(params), carry, after), after
+        watched, carry = gates.watch(model, model.bind(params), carry, after), after
     for one in watched.values():
         assert one.before.shape == one.after.shape and (one.before != one.after).any()
         assert all(values.shape == (2, *one.after.shape) for values in one.gates.values())

@@ -21,7 +21,7 @@ from meliad_like.planning.shrinking import rule_of
 from meliad_like.registry import configs_in
 from meliad_like.run.opening import OpenedCheckpoint
 from meliad_like.studies import protocols
-from meliad_like.studies.states import memory_of
+from meliad_like.studies.interventions import memory_of
 
 STRIDES_IN_WINDOW = 6
 """Sliding windows have a stride of a sixth; in the paper 512 of 3,072 tokens (section 4.2)."""
@@ -56,11 +56,8 @@ def facts(run: RunConfig, vocabulary_size: int) -> dict[str, Any]:
 def by_document(
     trained: OpenedCheckpoint, mesh: Mesh, store: TokenStore, split: str, documents: Documents, path: Path
 ) -> dict[str, float]:
-    """Evaluates every token of the documents, each read from its beginning with all that the model remembers.
-
-    The documents are the whole split of the store, or a subset of it; `path` is that of the JSON file for all figures,
-    with those of each document.
-    """
+    """Evaluates every token of documents of the split, each read from its beginning with all that the model remembers;
+    `path` is that of the JSON file for all figures, with those of each document."""
     evaluator = make_evaluator(trained.run, trained.model, store, split, mesh, documents=documents)
     evaluation = evaluator(trained.params)
     report.write(evaluation, path)

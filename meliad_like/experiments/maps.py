@@ -1,10 +1,8 @@
 """The memory maps of a table's rows, each of all seeds together: Markdown, CSV and a picture."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -13,7 +11,9 @@ from meliad_like.errors import UserError
 from meliad_like.experiments.report import Results, scores_file
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.remote import write_whole
-from meliad_like.studies.map_tables import accuracies, by_distance, by_model, summary, summary_table, tables
+from meliad_like.resumable import read_json
+from meliad_like.studies.frames import table_of
+from meliad_like.studies.memory_map import SUMMARY_FORMATS, accuracies, blocks, by_model, grids, summary
 from meliad_like.studies.memory_source import MemoryTasksSource
 from meliad_like.studies.pictures import draw_map, save
 
@@ -21,10 +21,8 @@ PANELS_IN_ROW = 3
 
 
 def write_maps(results: Results, run: RunConfig, settings: Settings, seeds: Iterable[int], path: Path) -> str:
-    """Writes the rows' maps as `path` with the suffix `.png` and as `_cells.csv`; returns their Markdown.
-
-    `run` is that of a row. Raises a UserError if its documents are others.
-    """
+    """Writes the rows' maps as `path` with the suffix `.png` and as `_cells.csv`; returns their Markdown. UserError if
+    the documents of `run`, which is that of a row, are others."""
     if not isinstance(run.source, MemoryTasksSource):
         raise UserError(f"{results.table.name} needs the documents of memory_tasks: leave out --task")
     maps = gather_maps(results.rows, settings.folder, seeds, settings.split)
@@ -38,17 +36,25 @@ def gather_maps(rows: Iterable[Row], folder: Path, seeds: Iterable[int], split: 
     seeds, maps = tuple(seeds), {}
     for row in rows:
         files = (scores_file(folder, row, seed, split) for seed in seeds)
-        documents = [score for file in files if file.exists() for score in json.loads(file.read_text())["documents"]]
+        documents = [score for file in files if file.exists() for score in read_json(file)["documents"]]
         if documents:
-            answers = ((score["name"], score["num_tokens"], score["num_correct"]) for score in documents)
-            maps[row.label] = accuracies(answers)
+            maps[row.label] = accuracies((doc["name"], doc["num_tokens"], doc["num_correct"]) for doc in documents)
     return maps
 
 
 def maps_to_markdown(maps: Mapping[str, pd.DataFrame], block_length: int) -> str:
-    """All rows side by side, each row's map, then how much it holds and how far."""
+    """The share of right answers by distance, of all rows side by side; each row's map; how much it holds, how far."""
+    sums = {label: cells.groupby("distance")[["correct", "questions"]].sum() for label, cells in maps.items()}
+    shares = pd.DataFrame({label: each.correct / each.questions for label, each in sums.items()}).sort_index().T
+    shares.columns = [*map(blocks, shares.columns)]
+    formats = dict.fromkeys(shares.columns, ".2f")
     totals = by_model({label: summary(cells, block_length) for label, cells in maps.items()})
-    return "\n".join(table.to_markdown() for table in (by_distance(maps), *tables(maps), summary_table(totals)))
+    tables = [
+        table_of(shares.reset_index(names="model"), "Right answers by distance", formats),
+        *(table_of(grid, title) for title, grid in grids(maps).items()),
+        table_of(totals, formats=SUMMARY_FORMATS),
+    ]
+    return "\n".join(table.to_markdown() for table in tables)
 
 
 def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
@@ -56,7 +62,7 @@ def draw_maps(maps: Mapping[str, pd.DataFrame], path: Path) -> None:
     groups = [(label, *group) for label, cells in maps.items() for group in cells.groupby("task", sort=False)]
     num_rows = -(-len(groups) // PANELS_IN_ROW)
     picture = Figure(figsize=(4.4 * PANELS_IN_ROW, 3.2 * num_rows), dpi=120, layout="constrained")
-    panels = np.atleast_1d(picture.subplots(num_rows, PANELS_IN_ROW)).ravel()
+    panels = picture.subplots(num_rows, PANELS_IN_ROW).ravel()
     for axes in panels[len(groups) :]:
         axes.remove()
     for axes, (label, task, cells) in zip(panels, groups):

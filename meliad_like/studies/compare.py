@@ -22,16 +22,9 @@ from meliad_like.vocabularies.base import BytesVocabularyConfig
 
 MAX_INTERVALS = 400  # of a chart along a document
 CONTEXT_BYTES = 110  # of an excerpt, before and after
-FORMATS = {
-    **dict.fromkeys(("units", "tokens", "targets"), ","),
-    **dict.fromkeys(("first_bits", "other_bits"), ",.1f"),
-    "share": ".1%",
-    "gain_bits": "+,.1f",
-    "gain": "+.2f",
-    **dict.fromkeys(("token", "distance"), ","),
-    "mean gain": "+.4f",
-    "among the top": ",.0f",
-}
+FORMATS = dict.fromkeys(("units", "tokens", "targets", "token", "distance"), ",")
+FORMATS |= dict.fromkeys(("first_bits", "other_bits"), ",.1f")
+FORMATS |= {"share": ".1%", "gain_bits": "+,.1f", "gain": "+.2f", "mean gain": "+.4f", "among the top": ",.0f"}
 """Format specifications of the columns of the page's tables."""
 CATEGORY_RULES = (
     "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, part, act and "
@@ -70,24 +63,26 @@ def run(
     # By powers of two: 8 stands for 8 to 15 tokens.
     repeated = table[table["distance"] > 0]
     means = repeated["gain"].groupby(2 ** np.log2(repeated["distance"]).astype(int)).mean()
-    tokens, sums = _tokens(selection, first, second)
     other_config = dataclasses.replace(second.studied.run, source=config.source, mesh=config.mesh)
     changed = [(name, *map(str, values)) for name, values in differences(config, other_config).items()]
     settings = pd.DataFrame(changed, columns=["field", "first", "other"])
     gain = second.bits_per_token - first.bits_per_token
     better, worse = ((sign * table["gain"] > 0.005).mean() for sign in (1, -1))
-    charts = []
-    for index, name in enumerate(names):
-        extremes, total = _along(second.bits(index) - first.bits(index))
-        note = "Above zero the first model predicted better."
-        charts.append(
-            Chart(f"gain_{index}", f"Gain by token: {name}", extremes, "token", "gain, bits", note, steps=True)
-        )
-        charts.append(Chart(f"total_{index}", f"Gain so far: {name}", total, "token", "sum of the gains, bits"))
+    frames, sums, charts, note = [], [], [], "Above zero the first model predicted better."
+    for i, name in enumerate(names):
+        bits = {"first_bits": first.bits(i), "other_bits": second.bits(i)}
+        frames.append(pd.DataFrame({"document": name, "token": selection.whole(i), **bits}))
+        counts = {"tokens": len(frames[-1]), "targets": np.count_nonzero(first.counted[i])}
+        sums.append({"document": name, **counts, **{which: each.sum() for which, each in bits.items()}})
+        extremes, total = _along(bits["other_bits"] - bits["first_bits"])
+        charts += [
+            Chart(f"gain_{i}", f"Gain by token: {name}", extremes, "token", "gain, bits", note, steps=True),
+            Chart(f"total_{i}", f"Gain so far: {name}", total, "token", "sum of the gains, bits"),
+        ]
     return Study(
-        title=f"{first.label} against {second.label}",
+        title=f"{first.studied.label} against {second.studied.label}",
         lead=[
-            f"{first.label} pays {first.bits_per_token:.4f} bits per token, {second.label} "
+            f"{first.studied.label} pays {first.bits_per_token:.4f} bits per token, {second.studied.label} "
             f"{second.bits_per_token:.4f}: a gain of {signed(gain, 4)}, on {first.num_targets:,} predicted tokens. The "
             f"first predicts {better:.0%} of the {unit}s better and {worse:.0%} worse (by more than 0.005 bits)."
         ],
@@ -113,9 +108,9 @@ def run(
                 "by_category", f"What the top {unit}s are", _by_group("category", table, best), FORMATS,
                 CATEGORY_RULES,
             ),
-            Numbers("by_document", "By document", sums, FORMATS, "The bits of all tokens."),
+            Numbers("by_document", "By document", pd.DataFrame(sums), FORMATS, "The bits of all tokens."),
             Numbers("settings", "Where the settings differ", settings),
-            Numbers("tokens", "All tokens", tokens, shown=False),
+            Numbers("tokens", "All tokens", pd.concat(frames), shown=False),
         ],
         selection=selection,
         details=[first.details(), second.details()],
@@ -132,9 +127,8 @@ def compare(
 ) -> list[tuple[Units, pd.DataFrame]]:
     """The units (`units.make_units`) of each selected document, and a table with a line for each unit.
 
-    Its columns: the `document`, the first `token`, the number of `targets` that cost loss, `first_bits`, `other_bits`,
-    the `distance` in tokens to the last occurrence (0: none), its `place` (`Units.places`) and `category`, and its
-    `gain`.
+    Its columns: the `document`, the first `token`, the number of `targets` that cost loss, the bits of both models, the
+    `distance` in tokens to the last occurrence (0: none), its `place` (`Units.places`), the `category`, and the `gain`.
     """
     documents = []
     # What the other model cannot see is what the first one may have remembered.
@@ -170,26 +164,6 @@ def largest(units: Units, table: pd.DataFrame, count: int, sign: int, words: boo
         texts.append((before.lstrip("\ufffd"), text, after.rstrip("\ufffd")))
     context = pd.DataFrame(texts, best.index, ["before", "text", "after"])
     return pd.concat([best[["document", "token"]], context, best.loc[:, "first_bits":]], axis=1)
-
-
-def _tokens(selection: Selection, first: ModelLosses, other: ModelLosses) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The bits that each model paid for every token, and their sums over each document."""
-    frames = [
-        pd.DataFrame({
-            "document": name,
-            "token": selection.whole(index),
-            "first_bits": first.bits(index),
-            "other_bits": other.bits(index),
-        })
-        for index, name in enumerate(selection.documents.names)
-    ]  # fmt: skip
-    sums = pd.DataFrame({
-        "document": selection.documents.names,
-        "tokens": list(map(len, frames)),
-        "targets": [int(np.count_nonzero(which)) for which in first.counted],
-        **{name: [frame[name].sum() for frame in frames] for name in ("first_bits", "other_bits")},
-    })  # fmt: skip
-    return pd.concat(frames), sums
 
 
 def _along(gains: Float[np.ndarray, " tokens"]) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -15,10 +15,7 @@ BINS_PER_OCTAVE = 4
 
 
 def by_position(readings: Sequence[ModelLosses], first_bin: int = FIRST_BIN) -> LossSums:
-    """Sums by the position of the predicting token, in bins whose width grows with it, four to a doubling.
-
-    Position 0 is the document's first token.
-    """
+    """Sums by the position of the predicting token (0: a document's first), in bins that grow, four to a doubling."""
     counted = readings[0].counted
     longest = max(map(len, counted))
     octaves = np.arange(0, max(math.log2(longest / first_bin), 0), 1 / BINS_PER_OCTAVE)
@@ -29,10 +26,8 @@ def by_position(readings: Sequence[ModelLosses], first_bin: int = FIRST_BIN) -> 
 
 
 def curves(sums: LossSums, labels: Sequence[str]) -> pd.DataFrame:
-    """A row for each bin: its `start` and `stop`, the numbers of `documents` and `tokens`, and bits per token.
-
-    `local: ...` are those of a model in the bin; `cumulative: ...` up to its end, where short documents have ended.
-    """
+    """A row for each bin: its `start` and `stop`, the numbers of `documents` and `tokens`, and each model's bits per
+    token: `local: ...` in the bin, `cumulative: ...` up to its end, where short documents have ended."""
     tokens, bits = sums.tokens.sum(axis=0), sums.bits.sum(axis=1).cumsum(axis=1)
     columns = {"start": sums.starts, "stop": sums.stops, "documents": (sums.tokens > 0).sum(axis=0), "tokens": tokens}
     columns |= {f"local: {label}": line for label, line in zip(labels, sums.local, strict=True)}
@@ -45,12 +40,15 @@ def run(request: StudyRequest, *, other: Sequence[str] = (), other_step: int | N
     models = open_compared(request, other, other_step)
     selection = choose(models, request)
     readings = [read(studied, selection) for studied in models]
-    sums, labels = by_position(readings), [reading.label for reading in readings]
-    table, details = curves(sums, labels), [reading.details() for reading in readings]
+    sums, labels, names = by_position(readings), [studied.label for studied in models], selection.documents.names
+    table = curves(sums, labels)
+    by_document = {"document": np.repeat(names, len(sums.starts)), "start": np.tile(sums.starts, len(names))}
+    by_document["tokens"] = sums.tokens.reshape(-1)
+    by_document |= {f"bits: {label}": bits.reshape(-1) for label, bits in zip(labels, sums.bits, strict=True)}
     # The axis is logarithmic and has no zero.
     starts = np.maximum(sums.starts, sums.stops[0] / 2)
     centres = np.sqrt(starts * sums.stops)
-    means = [f"{reading.label} {reading.bits_per_token:.4f}" for reading in readings]
+    means = "; ".join(f"{label} {reading.bits_per_token:.4f}" for label, reading in zip(labels, readings, strict=True))
     place, bits = "position in the document, tokens", "bits per token"
     gains = [
         Chart(
@@ -65,7 +63,7 @@ def run(request: StudyRequest, *, other: Sequence[str] = (), other_step: int | N
     left = pd.DataFrame({"documents": [*table["documents"], np.nan]}, np.append(starts, sums.stops[-1]))
     return Study(
         title=f"Loss by position: {', '.join(labels)}",
-        lead=["Bits per token over all tokens: " + "; ".join(means) + "."],
+        lead=[f"Bits per token over all tokens: {means}."],
         parts=[
             Chart(
                 "cumulative", "Bits per token up to a position",
@@ -81,20 +79,11 @@ def run(request: StudyRequest, *, other: Sequence[str] = (), other_step: int | N
             *gains,
             Chart("left", "Documents with predicted tokens there", left, place, "documents", steps=True, log_x=True),
             Numbers("curves", "The curves", table, shown=False),
-            Numbers("sums", "Sums by document", _by_document(sums, selection.documents.names, labels), shown=False),
+            Numbers("sums", "Sums by document", pd.DataFrame(by_document).query("tokens > 0"), shown=False),
         ],
         selection=selection,
-        details=details,
+        details=[reading.details() for reading in readings],
         remarks=
         "Position 0 is a document's first token, which is read and not predicted; a loss counts where the token "
         "stands that predicts.",
     )  # fmt: skip
-
-
-def _by_document(sums: LossSums, names: Sequence[str], labels: Sequence[str]) -> pd.DataFrame:
-    """A row for each document and bin: the number of tokens, and the bits that each model paid for them."""
-    columns = {"document": np.repeat(names, len(sums.starts)), "start": np.tile(sums.starts, len(names))}
-    columns |= {"tokens": sums.tokens.reshape(-1)}
-    columns |= {f"bits: {label}": bits.reshape(-1) for label, bits in zip(labels, sums.bits, strict=True)}
-    frame = pd.DataFrame(columns)
-    return frame[frame["tokens"] > 0]

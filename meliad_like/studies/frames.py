@@ -10,18 +10,13 @@ from meliad_like.tables import Table
 
 
 def table_of(frame: pd.DataFrame, title: str = "", formats: Mapping[str, str] | None = None) -> Table:
-    """A table of the columns of a frame, the first of which names the rows.
+    """A table of the columns of a frame, the first of which names the rows; its index is left out.
 
-    Args:
-      frame: columns of numbers and of text. Its index is left out.
-      title: title above the table.
-      formats: format specifications, such as `,.4f`, of the columns of numbers.
+    `formats` are format specifications, such as `,.4f`, of the columns of numbers.
     """
-    columns = [
-        [number(value, (formats or {}).get(str(name), "")) for value in frame.iloc[:, i]]
-        for i, name in enumerate(frame.columns)
-    ]
-    return Table(title, tuple(map(str, frame.columns)), list(zip(*columns, strict=True)))
+    header = tuple(map(str, frame.columns))
+    forms = [(formats or {}).get(name, "") for name in header]
+    return Table(title, header, [tuple(map(number, row, forms)) for row in frame.itertuples(index=False, name=None)])
 
 
 def number(value: Any, form: str = "") -> str:

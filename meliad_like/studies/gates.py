@@ -5,23 +5,31 @@ blocks: its time constant is -1/log(g) blocks, its half-life log(2) times that. 
 an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
+import operator
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import track
 
 from meliad_like.errors import UserError
+from meliad_like.layers.attention import KeysAndValues
+from meliad_like.layers.lanes import choose_lanes
+from meliad_like.mixers.base import MIXERS
+from meliad_like.mixers.recurrent_states import Gate, StateRecurrence, StatesCarry
+from meliad_like.models.config import ModelConfig
+from meliad_like.models.decoder import DecoderConfig
 from meliad_like.models.model import Model
 from meliad_like.studies.page import Chart, Numbers, Study
 from meliad_like.studies.readings import StudyRequest, choose, open_studied
-from meliad_like.studies.states import Watched, watch
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 """Blocks between the states that are compared."""
@@ -38,13 +46,63 @@ blocks (LAGS), which is NaN where there is no such block.
 """
 
 
+class Watched(NamedTuple):
+    """The states of a mixer before and after a block, by vector; a matrix is one vector for each of its rows."""
+
+    before: Float[Array, "b r d"]
+    after: Float[Array, "b r d"]
+    gates: dict[str, Float[Array, "2 b r d"]]
+    """The share of each channel that a gate kept, and the share of the update that it added, by gate."""
+
+
+def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watched]:
+    """The states of a block, by names such as `layer 3 recurrent_states`; {} if the model has none. `before` and
+    `after` are the carries before and after a segment of one block, by `module`, the model with its parameters."""
+    watched, start = {}, before.position == 0
+    for i, (layer, old, new) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
+        fresh = layer.init_carry(len(start), module.dtype)
+        for name, (states, memory) in _memories(model.config, i).items():
+            # Where a document begins, nothing of the one before is left.
+            begun = choose_lanes(start, memory(fresh), memory(old))
+            gates = _gates(layer.mixers[name], begun, memory(new)) if isinstance(begun, StatesCarry) else {}
+            watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(memory(new), states), gates)
+    return watched
+
+
+def _memories(config: ModelConfig, index: int) -> dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]]:
+    """The memories of a layer that have states, by name: the names of these, and the memory in a layer's carry."""
+    if not isinstance(config, DecoderConfig):
+        traits = config.traits
+        return {traits.memory: (traits.states, lambda carry: carry)} if traits.memory and traits.states else {}
+    mixers = {MIXERS.name_of(mixer): mixer.traits(config.shape).states for mixer in config.shape.layers[index]}
+    return {name: (states, operator.itemgetter(name)) for name, states in mixers.items() if states}
+
+
+def _vectors(carry: Any, states: tuple[str, ...]) -> Float[Array, "b r d"]:
+    return jnp.concatenate([rearrange(getattr(carry, name), "b ... d -> b (...) d") for name in states], axis=1)
+
+
+def _gates(mixer: StateRecurrence, before: StatesCarry, after: StatesCarry) -> dict[str, Float[Array, "2 b r d"]]:
+    """The gates of recurrent states, whose input is computed again from the windows before and after the block."""
+    begun = mixer.begin_decoding(before)
+    block = KeysAndValues(after.window.key, after.window.value)
+    _, read = mixer.cell.update(begun.states, mixer.cell.attend(begun.heads, begun.previous, block))
+    return {name: gate_values(getattr(mixer.cell, name), hidden) for name, hidden in read.items()}
+
+
+def gate_values(gate: Gate, hidden: Float[Array, "b r f"]) -> Float[Array, "2 b r d"]:
+    """The share of each channel that a gate keeps, and the share of the update that it takes in."""
+    keep, take = gate.gates(hidden)
+    return jnp.stack([jnp.broadcast_to(x, (*hidden.shape[:-1], keep.shape[-1])) for x in (keep, take)])
+
+
 class Tracer:
     """Reads documents block by block; compiled once. Mixers say what their states are (`Traits.states`)."""
 
     def __init__(self, model: Model, params: Any):
         self._window, self._params = model.config.window_length, jax.device_put(params, jax.devices()[0])
         self._init_carry = jax.jit(lambda params: model.bind(params).init_carry(1))
-        self._step = jax.jit(lambda params, carry, tokens: _step(model, params, carry, tokens))
+        self._step = jax.jit(partial(_step, model))
         self.shapes: dict[str, tuple[int, int]] = {}
         """The number of states and of their channels, by layer and mixer."""
         self.varying: dict[str, None] = {}
@@ -88,8 +146,7 @@ class Tracer:
 def _step(model: Model, params: Any, carry: Any, tokens: Int[Array, "1 w"]) -> tuple[Any, dict[str, Watched]]:
     module = model.bind(params)
     _, next_carry = module(tokens, carry, carry.position[:, None] == 0)
-    watched = watch(model, module, carry, next_carry)
-    return next_carry, jax.tree.map(lambda x: x.astype(jnp.float32), watched)
+    return next_carry, jax.tree.map(lambda x: x.astype(jnp.float32), watch(model, module, carry, next_carry))
 
 
 def _unit(states: np.ndarray) -> np.ndarray:
@@ -120,16 +177,6 @@ def run(request: StudyRequest) -> Study:
         raise UserError(f"gates: the model of {request.checkpoint} has no states that pass from block to block")
     gates = tracer.gates()
     constants = {gate: time_constants(shares) for gate, (shares, _) in gates.items()}
-    states = pd.concat(
-        trace.assign(document=name, states=layer, block=np.arange(len(trace)))
-        for name, by_layer in zip(names, traces, strict=True)
-        for layer, trace in by_layer.items()
-    )
-    lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[list(LAGS)] for name in tracer.shapes}
-    similarity = pd.DataFrame({name: each.mean() for name, each in lags.items()}).dropna(how="all")
-    measured = {
-        f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
-    }
     parts: list[Numbers | Chart] = []
     if gates:
         note = (
@@ -149,10 +196,15 @@ def run(request: StudyRequest) -> Study:
             for gate, (kept, added) in gates.items()
         )
         parts.append(Numbers("gates", "All channels", channels, shown=False))
-    if measured:
-        table, forms = _quantiles(measured), dict.fromkeys(measured, ".3f")
+    if tracer.varying:
+        shares = {
+            f"{gate}, {kind}": gates[gate][i] for gate in tracer.varying for i, kind in enumerate(("kept", "added"))
+        }
         note = "The shares of the states that are kept, and of the updates that are added."
-        parts.append(Numbers("measured", "Measured gates, by channel", table, forms, note))
+        forms = dict.fromkeys(shares, ".3f")
+        parts.append(Numbers("measured", "Measured gates, by channel", _quantiles(shares), forms, note))
+    lags = {name: pd.concat([trace[name] for trace in traces if name in trace])[[*LAGS]] for name in tracer.shapes}
+    similarity = pd.DataFrame({name: each.mean() for name, each in lags.items()}).dropna(how="all")
     note = "Of a state vector with itself, this number of blocks before; over all documents, blocks and states."
     x, y = "blocks between", "mean cosine"
     parts.append(Chart("similarity", "Similarity of the states over time", similarity, x, y, note, log_x=True))
@@ -160,15 +212,17 @@ def run(request: StudyRequest) -> Study:
         "With the same states some blocks before, and with the initial states. In long documents a point is the mean "
         "of several blocks."
     )
-    for document, by_layer in enumerate(traces):
-        for layer, (name, trace) in enumerate(by_layer.items()):
-            place, title, averaged = f"{document}_{layer}", f"{names[document]}, {name}", _averaged(trace, window)
+    states = []
+    for i, (document, by_layer) in enumerate(zip(names, traces, strict=True)):
+        for j, (layer, trace) in enumerate(by_layer.items()):
+            states.append(trace.assign(document=document, states=layer, block=np.arange(len(trace))))
+            title, averaged = f"{document}, {layer}", _averaged(trace, window)
             change, similar = f"Change of the states in a block: {title}", f"Similarity of the states: {title}"
             parts += [
-                Chart(f"change_{place}", change, averaged[["change"]], "token", "norm of the change / norm"),
-                Chart(f"similarity_{place}", similar, averaged[[*SHOWN.values()]], "token", y, note),
+                Chart(f"change_{i}_{j}", change, averaged[["change"]], "token", "norm of the change / norm"),
+                Chart(f"similarity_{i}_{j}", similar, averaged[[*SHOWN.values()]], "token", y, note),
             ]
-    parts.append(Numbers("states", "The states by block", states, shown=False))
+    parts.append(Numbers("states", "The states by block", pd.concat(states), shown=False))
     shapes = [f"{name} (states by channels: {number} by {width})" for name, (number, width) in tracer.shapes.items()]
     return Study(
         title=f"Gates and states of {studied.label}",
@@ -177,7 +231,7 @@ def run(request: StudyRequest) -> Study:
         selection=selection,
         details=[studied.details()],
         remarks="Whole blocks only; each document begins with the initial states.",
-    )  # fmt: skip
+    )
 
 
 def _quantiles(by_gate: Mapping[str, np.ndarray]) -> pd.DataFrame:

@@ -1,9 +1,8 @@
 """Losses after the memory of a model has been exchanged, for studies.
 
-Documents are read twice in segments of equal length. The first reading is never disturbed. In the second, whose losses
-count, the memory is exchanged at the beginning of every segment but a document's first; what comes instead is a memory
-of the first reading, or an empty one. What is not exchanged, such as the window, stays that of the second reading. So
-the loss of a token shows what the exchange costs at this distance.
+Documents are read twice in segments of equal length. In the second reading, whose losses count, the memory is exchanged
+at the beginning of every segment but a document's first, for one of the first reading, or an empty one. What is not
+exchanged, such as the window, stays. So the loss of a token shows what the exchange costs at this distance.
 """
 
 import dataclasses
@@ -33,14 +32,20 @@ WINDOW = "window"
 """The part of a decoder's carry that is the caches of its attention to windows."""
 
 
+def memory_of(model: Model) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of the floating-point arrays that a model carries from segment to segment for one text."""
+    leaves = jax.tree.leaves(model.abstract_carry(1))
+    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
 def cleared(model: ModelConfig) -> ModelConfig | None:
     """The same model, in which every segment begins with empty states; None if it has no states."""
     return dataclasses.replace(model, clear_states=True) if model.traits.states else None
 
 
 def part_names(config: ModelConfig, carry: Any) -> list[str]:
-    """The parts of a carry for segments that can be exchanged. Of a decoder these are the window, and the memories of
-    its mixers by their names; of other families the whole."""
+    """The parts of a carry for segments that can be exchanged: of a decoder the window, and the memories of its mixers
+    by their names; of other families the whole."""
     if not all(isinstance(layer, dict) for layer in carry.layers):
         return [] if config.traits.memory is None else [config.traits.memory]
     names = {}
@@ -57,14 +62,11 @@ def exchange(config: ModelConfig, carry: Any, source: Any, names: Sequence[str])
     if set(names) == set(part_names(config, carry)):
         return source
 
-    def exchanged(name, memory, other):
-        def choose(part, other_part):
-            return other_part if (WINDOW if is_window(part) else name) in names else part
-
-        return jax.tree.map(choose, memory, other, is_leaf=is_window)
+    def choose(name, part, other):
+        return other if (WINDOW if is_window(part) else name) in names else part
 
     layers = [
-        {name: exchanged(name, memory, other[name]) for name, memory in layer.items()}
+        {name: jax.tree.map(partial(choose, name), layer[name], other[name], is_leaf=is_window) for name in layer}
         for layer, other in zip(carry.layers, source.layers, strict=True)
     ]
     return carry._replace(layers=layers)
@@ -74,35 +76,20 @@ class Carries(NamedTuple):
     """The carries that an exchange needs."""
 
     disturbed: Any
-    """The carry of the second reading, whose memory is exchanged."""
+    """That of the second reading, whose memory is exchanged."""
     now: Any
-    """The carry of the first reading, after the last block that was read without padding."""
+    """That of the first reading, after the last block that was read without padding."""
     earlier: Any
-    """The carry of the first reading at the previous segment's beginning. It is empty if the document began there."""
-
-
-class Kind(NamedTuple):
-    """A kind of intervention."""
-
-    description: str
-    memory: Callable[[Carries, Any, Any], Any]
-    """The function (carries, undisturbed carry at the exchange, empty carry) -> the carry with the new memory."""
-    frozen: bool = False
-    """Whether nothing is written to the memory up to the end of the segment."""
+    """That of the first reading at the previous segment's beginning, or empty if the document began there."""
 
 
 KINDS = {
-    "shuffled": Kind(
-        "the memory of another document, of the one that the next lane has read last",
-        lambda carries, carry, empty: take_lanes(carries.now, next_lanes(carries.now.position > 0)),
-    ),
-    "earlier": Kind(
-        "the memory of the same document where the segment before began, which lacks what was read since",
-        lambda carries, carry, empty: carries.earlier,
-    ),
-    "cleared": Kind("an empty memory, as before a document", lambda carries, carry, empty: empty),
-    "frozen": Kind("its own memory, to which nothing is written any more", lambda carries, carry, empty: carry, True),
+    "shuffled": "the memory of another document, of the one that the next lane has read last",
+    "earlier": "the memory of the same document where the segment before began, which lacks what was read since",
+    "cleared": "an empty memory, as before a document",
+    "frozen": "its own memory, to which nothing is written any more",
 }
+"""The kinds of interventions, and what comes instead of the memory."""
 
 
 def next_lanes(filled: Bool[Array, " b"]) -> Int[Array, " b"]:
@@ -135,18 +122,14 @@ def losses_after(
     def reader(documents: Documents, _: int) -> LanesReader:
         return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
-    step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
-    reading_mode = ReadingMode(
-        step, init_carry=lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields))
-    )
-    slices = {"max_lanes": lanes, "loss_slice": run.training.loss_slice}
-    evaluator = Evaluator(
-        model, documents, mesh, name=kind, segment_length=every, reading_mode=reading_mode, read=reader, **slices
-    )
+    step = partial(_step, kind, tuple(parts), np.asarray(documents.lengths))
+    reading_mode = ReadingMode(step, lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)))
+    options = {"max_lanes": lanes, "loss_slice": run.training.loss_slice, "reading_mode": reading_mode}
+    evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, read=reader, **options)
     return evaluator.token_losses(params, on_progress)
 
 
-def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
+def _step(kind: str, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
     """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
     module, config = model.bind(params), model.config
     begins = batch.start[:, 0]
@@ -157,7 +140,13 @@ def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, car
 
     empty = module.init_carry(len(begins))
     undisturbed = choose_lanes(begins, empty, carries.now)
-    changed = with_memory(carries.disturbed, kind.memory(carries, undisturbed, empty))
+    memories = {
+        "shuffled": take_lanes(carries.now, next_lanes(carries.now.position > 0)),
+        "earlier": carries.earlier,
+        "cleared": empty,
+        "frozen": undisturbed,
+    }
+    changed = with_memory(carries.disturbed, memories[kind])
     # The last block of a document may end in padding, which must not become the memory of another document.
     whole = (batch.document >= 0) & (batch.position + config.window_length < jnp.asarray(lengths)[batch.document])
 
@@ -165,7 +154,7 @@ def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, car
         plain, disturbed = both
         inputs, targets, start, whole = block
         losses, carry = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
-        carry = with_memory(carry, disturbed) if kind.frozen else carry
+        carry = with_memory(carry, disturbed) if kind == "frozen" else carry
         return (choose_lanes(whole, module(inputs, plain, start[:, None])[1], plain), carry), losses
 
     tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))

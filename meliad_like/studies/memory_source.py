@@ -42,21 +42,8 @@ class Problem(NamedTuple):
     """The content on which the answers depend: documents with the same content are in the same split."""
     questions: list[tuple[str, str]]
     """Pairs (question, answer); `MemoryTasksSource.document` draws some of them."""
-    filler: Sequence[str]
+    filler: Sequence[str] = FILLER
     """The symbols from which filler is drawn independently of the answers."""
-
-
-class Task(NamedTuple):
-    """A kind of problem."""
-
-    make: Callable[[random.Random, int], Problem]
-    """(random numbers, number of items) -> a problem."""
-    num_answers: int
-    """The number of answers, all equally likely, or nearly so."""
-    independent: bool = True
-    """Whether each item has an answer of its own, so that all answers together are as many as the items."""
-    has_filler: bool = True
-    """Whether there is filler between the items and the questions."""
 
 
 def pair(key: str, value: str) -> str:
@@ -64,41 +51,36 @@ def pair(key: str, value: str) -> str:
     return PAIRS[KEYS.index(key) * len(VALUES) + VALUES.index(value)]
 
 
-def _pairs(written: list[tuple[str, str]], filler: Sequence[str] = FILLER) -> Problem:
-    """Keys with values, in the order in which they are written: the last value of a key is the answer to it."""
+def _with_values(rng: random.Random, keys: Sequence[str], filler: Sequence[str] = FILLER) -> Problem:
+    """A problem of keys, each with a random value, written in this order: the last value of a key is the answer."""
+    written = [(key, rng.choice(VALUES)) for key in keys]
     mapping = dict(written)
     content = "".join(key + mapping[key] for key in sorted(mapping))
     questions = [(key, ANSWERS[VALUES.index(value)]) for key, value in mapping.items()]
     return Problem("".join(starmap(pair, written)), content, questions, filler)
 
 
-def _valued(rng: random.Random, keys: Iterable[str]) -> list[tuple[str, str]]:
-    return [(key, rng.choice(VALUES)) for key in keys]
-
-
 def _recall(rng: random.Random, num_items: int) -> Problem:
-    """A problem of keys with values."""
-    return _pairs(_valued(rng, rng.sample(KEYS, num_items)))
+    return _with_values(rng, rng.sample(KEYS, num_items))
 
 
 def _overwritten(rng: random.Random, num_items: int) -> Problem:
-    """A problem of keys that are written twice, in random order, each time with a new value: the last one counts."""
+    """A problem of keys that are written twice, in random order, each time with a new value."""
     keys = rng.sample(KEYS, num_items) * 2
     rng.shuffle(keys)
-    return _pairs(_valued(rng, keys))
+    return _with_values(rng, keys)
 
 
 def _induction(rng: random.Random, num_items: int) -> Problem:
     """A problem of keys with values; the filler is made of the other keys with values."""
     keys = rng.sample(KEYS, len(KEYS))
-    filler = [pair(key, value) for key in keys[num_items:] for value in VALUES]
-    return _pairs(_valued(rng, keys[:num_items]), filler)
+    return _with_values(rng, keys[:num_items], [pair(key, value) for key in keys[num_items:] for value in VALUES])
 
 
 def _parity(rng: random.Random, num_items: int) -> Problem:
     """Flags: the answer is the parity of the number of odd ones."""
     written = "".join(rng.choices(VALUES, k=num_items))
-    return Problem(written, written, [(QUESTION, ANSWERS[sum(map(VALUES.index, written)) % 2])], FILLER)
+    return Problem(written, written, [(QUESTION, ANSWERS[sum(map(VALUES.index, written)) % 2])])
 
 
 PERMUTATIONS = list(permutations(range(5)))[::8]
@@ -110,14 +92,27 @@ def _permutations(rng: random.Random, num_items: int) -> Problem:
     moves = [rng.randrange(len(PERMUTATIONS)) for _ in range(num_items)]
     written = "".join(VALUES[move] for move in moves)
     places = [reduce(lambda place, move: PERMUTATIONS[move][place], moves, first) for first in range(5)]
-    return Problem(written, written, [(QUESTION + VALUES[i], ANSWERS[place]) for i, place in enumerate(places)], FILLER)
+    return Problem(written, written, [(QUESTION + VALUES[i], ANSWERS[place]) for i, place in enumerate(places)])
+
+
+class Task(NamedTuple):
+    """A kind of problem."""
+
+    make: Callable[[random.Random, int], Problem]
+    """(random numbers, number of items) -> a problem."""
+    num_answers: int = len(VALUES)
+    """The number of answers, all equally likely, or nearly so."""
+    independent: bool = True
+    """Whether each item has an answer of its own, so that all answers together are as many as the items."""
+    has_filler: bool = True
+    """Whether there is filler between the items and the questions."""
 
 
 TASKS = {
-    "recall": Task(_recall, len(VALUES)),
-    "overwritten": Task(_overwritten, len(VALUES)),
-    "phone_book": Task(_recall, len(VALUES), has_filler=False),
-    "induction": Task(_induction, len(VALUES)),
+    "recall": Task(_recall),
+    "overwritten": Task(_overwritten),
+    "phone_book": Task(_recall, has_filler=False),
+    "induction": Task(_induction),
     "parity": Task(_parity, 2, independent=False),
     "permutations": Task(_permutations, 5, independent=False),
 }

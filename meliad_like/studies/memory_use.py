@@ -34,7 +34,6 @@ def costs(
         every: tokens from one intervention to the next; the first is at this place of a document.
         counted: which targets cost loss, by document.
         losses: of the documents, in nats: `kept`, the undisturbed ones, and those after each kind of intervention.
-        edges: the edges of the bins.
 
     Returns:
         The `kind`, the bin's `start` and `stop`, the number of `tokens`, their `bits` without (with cleared memories),
@@ -61,15 +60,8 @@ def costs(
 def run(
     request: StudyRequest, *, kind: Sequence[str] = tuple(KINDS), part: Sequence[str] = (), every: int | None = None
 ) -> Study:
-    """The cost of other memories.
-
-    Args:
-        kind: what the memory is exchanged for.
-        part: what is exchanged; nothing: all but the window.
-        every: tokens from one intervention to the next; None: a segment.
-
-    Raises a UserError if the model remembers nothing, or no document is longer than `every`.
-    """
+    """The cost of exchanging parts of the carry (none: all but the window) for memories of each kind, once in `every`
+    tokens (None: a segment). UserError if the model remembers nothing, or no document is longer than `every`."""
     studied = open_studied(request.checkpoint, request.gin_param, request.step)
     opened, window = studied.opened, studied.run.model.window_length
     parts, every = _parts(studied, request.checkpoint, part), every or studied.run.data.segment_length
@@ -110,8 +102,8 @@ def run(
             "much higher the loss becomes tells how much of what is predicted came from it.",
             f"Two readings of each document are compared. In the second one, {' and '.join(parts)} are exchanged every "
             f"{every:,} tokens, for memories of the first reading or for empty ones. What is not named, such as the "
-            "window, is not exchanged. " + " ".join(f"{each}: {KINDS[each].description}." for each in kind),
-            *_contrast(total),
+            "window, is not exchanged. " + " ".join(f"{each}: {KINDS[each]}." for each in kind),
+            *(_contrast(*figures) for figures in total[total["kind"] == CONTRAST][["cost", "low", "high"]].to_numpy()),
         ],
         parts=[
             Numbers(
@@ -138,16 +130,12 @@ def run(
     )  # fmt: skip
 
 
-def _contrast(total: pd.DataFrame) -> list[str]:
-    """A paragraph about shuffled memories against cleared ones, if there are both."""
-    if CONTRAST not in total["kind"].to_numpy():
-        return []
-    [row] = total[total["kind"] == CONTRAST].to_dict("records")
-    known = not math.isnan(row["low"])
-    interval = f" ({signed(row['low'], 4)} to {signed(row['high'], 4)})" if known else ""
-    if known and row["low"] <= 0 <= row["high"]:
+def _contrast(cost: float, low: float, high: float) -> str:
+    """A paragraph about the cost of shuffled memories against cleared ones, and its interval, if that is not NaN."""
+    interval = "" if math.isnan(low) else f" ({signed(low, 4)} to {signed(high, 4)})"
+    if low <= 0 <= high:
         verdict = "Over all distances these documents do not show which effect is larger."
-    elif row["cost"] > 0:
+    elif cost > 0:
         verdict = (
             "The first is larger: the model reads from its memory what is particular to a document, and is misled by "
             "that of another."
@@ -156,11 +144,11 @@ def _contrast(total: pd.DataFrame) -> list[str]:
         verdict = (
             "The second is larger: so what the model reads from its memory is mostly not particular to the document."
         )
-    return [
-        f"Another document's memory costs {signed(row['cost'], 4)} bits per token against none{interval}. Two effects "
+    return (
+        f"Another document's memory costs {signed(cost, 4)} bits per token against none{interval}. Two effects "
         "oppose each other: it holds what is wrong here, and it holds what documents have in common, such as their "
         f"language, which an empty one lacks until the model has read on. {verdict}"
-    ]
+    )
 
 
 def _parts(studied: StudiedModel, checkpoint: str, requested: Sequence[str]) -> list[str]:

@@ -87,11 +87,9 @@ def write_study(study: Study, folder: Path) -> None:
         if part.shown:
             table = table_of(part.frame, part.title, part.formats)
             shown.append(table._asdict() | {"note": part.note, "file": f"{part.name}.csv"})
-    facts = pd.DataFrame({str(i): map(_fact, each.values()) for i, each in enumerate(study.details)}, dtype=str)
-    facts.insert(0, "", list(study.details[0]))
-    read = table_of(facts, "What was read")
+    facts = [(name, *(_fact(model[name]) for model in study.details)) for name in study.details[0]]
     note = f"Documents: {selection.description}."
-    shown.append({"title": read.title, "header": [], "rows": read.rows, "note": note, "file": "summary.json"})
+    shown.append({"title": "What was read", "header": (), "rows": facts, "note": note, "file": "summary.json"})
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

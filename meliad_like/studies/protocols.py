@@ -31,6 +31,18 @@ from meliad_like.studies.page import Numbers, Study
 from meliad_like.studies.readings import StudyRequest, choose, open_studied
 
 ProtocolName = Literal["segments", "sliding", "token_by_token"]
+COLUMNS = {
+    "protocol": ("protocol", ""),
+    "tokens": ("num_tokens", ","),
+    "bits per token": ("bits_per_token", ".4f"),
+    "perplexity": ("perplexity", ".4f"),
+    "fewest visible": ("min_visible", ""),
+    "mean visible": ("mean_visible", ",.1f"),
+    "most visible": ("max_visible", ""),
+    "FLOPs per token": ("flops_per_token", ".3g"),
+    "tokens per second": ("tokens_per_second", ",.0f"),
+}
+"""The field of `ProtocolScore` of each column, and the format of its numbers."""
 
 
 def decoding_step(model: Model, _: int, params: Any, carry: Any, batch: Batch) -> tuple[Any, Losses]:
@@ -68,6 +80,10 @@ class ProtocolScore(Score):
     """The wall time in seconds, without compilation."""
 
     @property
+    def flops_per_token(self) -> float:
+        return self.flops / self.num_tokens
+
+    @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
@@ -98,29 +114,33 @@ def sliding_windows(lengths: np.ndarray, n: int, stride: int) -> Iterator[Window
             yield Window(document, begin, last - begin, first - begin)
 
 
-class SlidingReader:
+class SlidingReader(NamedTuple):
     """Reads sliding windows, each with an empty carry."""
 
+    documents: Documents
+    windows: Sequence[Window]
+    num_lanes: int
+    segment_length: int
+    window_length: int
     leaks_the_future = False
 
-    def __init__(self, documents: Documents, windows: Sequence[Window], model: Model, num_lanes: int, n: int):
-        self.num_lanes, self.num_steps = num_lanes, -(-len(windows) // num_lanes)
-        self._documents, self._windows, self._model, self._n = documents, windows, model, n
+    @property
+    def num_steps(self) -> int:
+        return -(-len(self.windows) // self.num_lanes)
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
         """Rows `lanes` of the batch of a step: one window in each."""
-        w = self._model.config.window_length
-        batch = empty_batch(len(lanes), self._n, w)
+        n, w = self.segment_length, self.window_length
+        batch = empty_batch(len(lanes), n, w)
         for row, index in enumerate(step * self.num_lanes + lane for lane in lanes):
-            if index < len(self._windows):
-                document, first, length, repeated = self._windows[index]
-                tokens = self._documents.tokens(document, first, first + length + 1)
+            if index < len(self.windows):
+                document, first, length, repeated = self.windows[index]
+                tokens = self.documents.tokens(document, first, first + length + 1)
                 batch.inputs[row, :length], batch.targets[row, :length] = tokens[:-1], tokens[1:]
-                batch.loss_mask[row, repeated:length] = self._documents.costs_loss(
-                    document, first + 1 + repeated, tokens[1 + repeated :]
-                )
+                counted = self.documents.costs_loss(document, first + 1 + repeated, tokens[1 + repeated :])
+                batch.loss_mask[row, repeated:length] = counted
                 batch.start[row, 0], batch.document[row] = True, document
-                batch.position[row] = first + np.arange(0, self._n, w)
+                batch.position[row] = first + np.arange(0, n, w)
         return batch
 
 
@@ -144,43 +164,42 @@ def evaluate(
         stride: number of new tokens of a sliding window.
         num_windows: number of sliding windows that are read in parallel, rounded up to what the mesh needs.
     """
-    _check(model, protocol, segment_length, stride)
-    targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
+    n, w = segment_length, model.config.window_length
+    if n % w:
+        raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
+    if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
+        raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
+    if model.config.overlap and protocol != "token_by_token":
+        raise UserError(
+            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: "
+            "evaluate without a protocol, or with PretrainedConfig.overlap = 0"
+        )
+    if protocol == "token_by_token" and (reason := model.config.traits.needs_segments):
+        raise UserError(f"token by token there are no segments, on which what this model remembers depends ({reason})")
+    sizes = {"segment_length": n, "window_length": w}
     if stride is None:
-        whole = {"shuffle": False, "epochs": 1, "whole_segments": True}
-        window = model.config.window_length
-        read = lambda documents, lanes: LanesReader(documents, lanes, segment_length, window, **whole)  # noqa: E731
+        targets = np.maximum(np.asarray(split.lengths, np.int64) - 1, 0)
+        read = partial(LanesReader, **sizes, shuffle=False, epochs=1, whole_segments=True)
         context = np.concatenate([np.arange(count) for count in targets])
-        num_read = int((-(-targets // segment_length)).sum()) * segment_length
+        num_read = int((-(-targets // n)).sum())
     else:
-        windows = list(sliding_windows(np.asarray(split.lengths), segment_length, stride))
+        windows = list(sliding_windows(np.asarray(split.lengths), n, stride))
         num_lanes = -(-num_windows // lane_shards(mesh)) * lane_shards(mesh)
-        read = lambda documents, _: SlidingReader(documents, windows, model, num_lanes, segment_length)  # noqa: E731
+        read = lambda documents, _: SlidingReader(documents, windows, num_lanes, **sizes)  # noqa: E731
         context = np.concatenate([np.arange(window.repeated, window.length) for window in windows])
-        num_read = len(windows) * segment_length
-    evaluation = Evaluator(
-        model,
-        split,
-        mesh,
-        name=protocol,
-        segment_length=segment_length,
-        max_lanes=1,
-        loss_slice=loss_slice,
-        reading_mode=TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS,
-        read=read,
-    )(params, on_progress)
+        num_read = len(windows)
+    reading_mode = TOKEN_BY_TOKEN if protocol == "token_by_token" else SEGMENTS
+    options = {"segment_length": n, "loss_slice": loss_slice, "reading_mode": reading_mode, "read": read}
+    evaluation = Evaluator(model, split, mesh, name=protocol, max_lanes=1, **options)(params, on_progress)
     visible = model.config.traits.num_visible(context)
     return ProtocolScore(
-        num_tokens=evaluation.num_tokens,
-        nats=evaluation.nats,
-        num_correct=evaluation.num_correct,
+        **{name: getattr(evaluation, name) for name in ("num_tokens", "nats", "num_correct", "seconds")},
         protocol=protocol if stride is None else f"{protocol}, stride {stride}",
         min_visible=int(visible.min()),
         mean_visible=float(visible.mean()),
         max_visible=int(visible.max()),
         # When decoding token by token, overlapping windows read some tokens again when they begin.
-        flops=num_read * model.flops_per_prediction["as_counted"],
-        seconds=evaluation.seconds,
+        flops=num_read * n * model.flops_per_prediction["as_counted"],
     )
 
 
@@ -196,51 +215,25 @@ def run(
     if "sliding" not in protocol and (stride is not None or windows != 1):
         raise UserError("--stride and --windows have no effect without --protocol=sliding: leave them out")
     studied = open_studied(request.checkpoint, request.gin_param, request.step)
-    selection, model, params, scores = choose([studied], request), studied.opened.model, studied.opened.params, []
+    selection, opened = choose([studied], request), studied.opened
     documents = selection.documents
     if concatenated:
-        documents = documents.concatenated(studied.opened.vocabulary.end_of_document)
-    sizes = {"segment_length": studied.run.data.segment_length, "loss_slice": studied.run.training.loss_slice}
-    for name in protocol:
-        settings = {"stride": stride if name == "sliding" else None, "num_windows": windows, **sizes}
-        work = partial(evaluate, model, params, documents, name, mesh=studied.opened.mesh, **settings)
-        scores.append(with_progress(name, lambda progress, work=work: work(on_progress=progress)))
-    figures = [
-        {
-            "protocol": score.protocol,
-            "tokens": score.num_tokens,
-            "bits per token": score.bits_per_token,
-            "perplexity": score.perplexity,
-            "fewest visible": score.min_visible,
-            "mean visible": score.mean_visible,
-            "most visible": score.max_visible,
-            "FLOPs per token": score.flops / score.num_tokens,
-            "tokens per second": score.tokens_per_second,
-        }
-        for score in scores
-    ]
-    formats = {"tokens": ",", "bits per token": ".4f", "perplexity": ".4f", "mean visible": ",.1f"}
-    formats |= {"FLOPs per token": ".3g", "tokens per second": ",.0f"}
+        documents = documents.concatenated(opened.vocabulary.end_of_document)
+    sizes = {"segment_length": opened.run.data.segment_length, "loss_slice": opened.run.training.loss_slice}
+
+    def score(name: ProtocolName) -> ProtocolScore:
+        windowed = {"stride": stride, "num_windows": windows} if name == "sliding" else {}
+        work = partial(evaluate, opened.model, opened.params, documents, name, mesh=opened.mesh, **sizes, **windowed)
+        return with_progress(name, lambda progress: work(on_progress=progress))
+
+    scores = [score(name) for name in protocol]
+    frame = pd.DataFrame({header: [getattr(each, name) for each in scores] for header, (name, _) in COLUMNS.items()})
+    formats = {header: form for header, (_, form) in COLUMNS.items()}
     note = "Visible are the tokens that a layer attends to for a prediction."
     return Study(
         title=f"Protocols of evaluation: {studied.label}",
         lead=[],
-        parts=[Numbers("protocols", "By protocol", pd.DataFrame(figures), formats, note)],
+        parts=[Numbers("protocols", "By protocol", frame, formats, note)],
         selection=selection,
         details=[studied.details()],
     )
-
-
-def _check(model: Model, protocol: ProtocolName, n: int, stride: int | None) -> None:
-    w = model.config.window_length
-    if n % w:
-        raise UserError(f"segment_length={n} must be a multiple of window_length={w}")
-    if (protocol == "sliding") != (stride is not None) or not 1 <= (stride or 1) <= n:
-        raise UserError(f"protocol={protocol} with stride={stride}: only sliding windows have one, of 1 to {n} tokens")
-    if model.config.overlap and protocol != "token_by_token":
-        raise UserError(
-            f"protocol={protocol} knows nothing of windows that repeat overlap={model.config.overlap} tokens: "
-            "evaluate without a protocol, or with PretrainedConfig.overlap = 0"
-        )
-    if protocol == "token_by_token" and (reason := model.config.traits.needs_segments):
-        raise UserError(f"token by token there are no segments, on which what this model remembers depends ({reason})")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ class StudiedModel(NamedTuple):
 
     label: str
     folder: str
-    """The checkpoint's folder."""
     changes: list[str]
     """The changes of its config, as `field=value`."""
     opened: OpenedCheckpoint
@@ -61,9 +59,8 @@ class StudiedModel(NamedTuple):
 
 def open_studied(folder: str, gin_params: Sequence[str] = (), step: int | None = None) -> StudiedModel:
     """Opens a checkpoint. Its label is the run's folder, the step if it is given, and what is changed."""
-    changes = read_changes((), gin_params)
+    changes, path = read_changes((), gin_params), Path(folder)
     opened = open_checkpoint(folder, step=step, changes=changes, mesh="config")
-    path = Path(folder)
     name = path.parent.name if path.name == "checkpoints" else path.name
     changed = [f"{key.partition('.')[2]}={binding.value}" for key, binding in changes.bindings.items()]
     label = ", ".join([name or str(path), *([f"step {step:,}"] if step is not None else []), *changed])
@@ -71,10 +68,8 @@ def open_studied(folder: str, gin_params: Sequence[str] = (), step: int | None =
 
 
 def open_compared(request: StudyRequest, other: Sequence[str], other_step: int | None) -> list[StudiedModel]:
-    """The checkpoint and the models to compare it with, all with different labels.
-
-    The requested settings are those of the others; without others, of a second copy of the checkpoint.
-    """
+    """The checkpoint and the models to compare it with, all with different labels. The requested settings are those of
+    the others; without others, of a second copy of the checkpoint."""
     models = [open_studied(request.checkpoint, (), request.step)]
     if request.gin_param and not other:
         models.append(open_studied(request.checkpoint, request.gin_param, request.step))
@@ -106,10 +101,8 @@ class Selection(NamedTuple):
 
 
 def choose(models: Sequence[StudiedModel], request: StudyRequest) -> Selection:
-    """The documents to read, of the requested store or of the one that the first model was trained with.
-
-    Without names they are random, and the same ones each time.
-    """
+    """The documents to read, of the requested store or of the one that the first model was trained with. Without names
+    they are random, and the same ones each time."""
     store = open_store(models[0].opened, models[0].folder, request.store, prepare=False)
     for studied in models[1:]:
         store.check_vocabulary(studied.opened.vocabulary.fingerprint, f"the checkpoint {studied.folder}")
@@ -127,8 +120,7 @@ def choose(models: Sequence[StudiedModel], request: StudyRequest) -> Selection:
     return Selection(store, request.split, split.subset(np.asarray(indices, np.int64)), len(split))
 
 
-@dataclass(frozen=True)
-class ModelLosses:
+class ModelLosses(NamedTuple):
     """The losses of a model on the documents, token by token."""
 
     studied: StudiedModel
@@ -136,10 +128,6 @@ class ModelLosses:
     """Nats of the tokens of each document, without its first; 0 where a token costs none."""
     counted: list[Bool[np.ndarray, " targets"]]
     """True for targets that cost loss (`Documents.counted_targets`)."""
-
-    @property
-    def label(self) -> str:
-        return self.studied.label
 
     @property
     def num_targets(self) -> int:
@@ -160,15 +148,8 @@ class ModelLosses:
 
 def make_reader(studied: StudiedModel, selection: Selection) -> Evaluator:
     """An evaluator that reads each of the documents from the beginning of a segment."""
-    return make_evaluator(
-        studied.run,
-        studied.opened.model,
-        selection.store,
-        selection.split_name,
-        studied.opened.mesh,
-        documents=selection.documents,
-        whole_segments=True,
-    )
+    opened, options = studied.opened, {"documents": selection.documents, "whole_segments": True}
+    return make_evaluator(opened.run, opened.model, selection.store, selection.split_name, opened.mesh, **options)
 
 
 def read(studied: StudiedModel, selection: Selection) -> ModelLosses:

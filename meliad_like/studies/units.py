@@ -1,7 +1,7 @@
 """A document's tokens grouped in words or characters: the distance to the last occurrence, and the kind of word."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,16 +26,13 @@ ROMAN = re.compile(r"[IVXLCDM]+")
 LONGEST_TITLE = 80
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """The tokens of a document in consecutive groups."""
 
     text: bytes
     """The whole text; control tokens such as the end of the document have no bytes."""
     first: Int[np.ndarray, " units"]
     """The first token of each unit."""
-    stop: Int[np.ndarray, " units"]
-    """The token after each unit's last."""
     ends: Int[np.ndarray, " units"]
     """The end of each unit in the text, in bytes."""
     word: Int[np.ndarray, " units"]
@@ -47,12 +44,6 @@ class Units:
     def starts(self) -> Int[np.ndarray, " units"]:
         """The beginning of each unit in the text."""
         return np.append(0, self.ends[:-1])
-
-    @property
-    def texts(self) -> list[str]:
-        """The text of each unit."""
-        spans = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
-        return [self.text[start:end].decode("utf-8", "replace") for start, end in spans]
 
     def distances(self) -> Int[np.ndarray, " units"]:
         """The number of tokens from the beginning of the last equal unit to this one's; 0 if there is none."""
@@ -84,8 +75,7 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
     token_starts = np.append(0, token_ends[:-1])
     empty = token_ends == token_starts
     word_starts = _word_starts(text)
-    last_bytes = np.maximum(token_ends - 1, 0)
-    words = word_starts[np.searchsorted(word_starts, last_bytes, side="right") - 1]
+    words = word_starts[np.searchsorted(word_starts, np.maximum(token_ends - 1, 0), side="right") - 1]
     if unit == "word":
         begins = np.append(True, words[1:] != words[:-1])
     else:
@@ -93,18 +83,17 @@ def make_units(tokens: Int[np.ndarray, " tokens"], vocabulary: Vocabulary, unit:
         begins = (first_bytes & 0xC0) != 0x80
     begins |= empty | np.append(True, empty[:-1])
     first = np.flatnonzero(begins)
-    stop = np.append(first[1:], len(tokens))
-    ends = token_ends[stop - 1]
+    last = np.append(first[1:], len(tokens)) - 1
+    ends = token_ends[last]
     keys = [text[start:end] for start, end in zip(token_starts[first].tolist(), ends.tolist(), strict=True)]
     if unit == "word":
         # A SentencePiece token brings the space before its word along.
         keys = [key.strip() or key for key in keys]
-    return Units(text, first, stop, ends, words[stop - 1], keys)
+    return Units(text, first, ends, words[last], keys)
 
 
 def categories(units: Units) -> np.ndarray:
     """The kind of word that each unit belongs to, one of CATEGORIES, by the rules on the page of `compare`."""
-    in_title = _in_titles(units)
     word_starts = np.append(_word_starts(units.text), len(units.text))
     word_ends = word_starts[np.searchsorted(word_starts, units.word, side="right")]
     spans = zip(units.word.tolist(), word_ends.tolist(), strict=True)
@@ -113,7 +102,7 @@ def categories(units: Units) -> np.ndarray:
     kinds = {text: _category(text, present) for text in present}
     names = np.array([kinds[text] for text in texts], object)
     names[units.ends == units.starts] = "sign"
-    names[in_title & (names != "sign")] = "title"
+    names[_in_titles(units) & (names != "sign")] = "title"
     return names
 
 
