@@ -16,7 +16,6 @@ from tiny_run import mesh_of_the_first_devices
 from meliad_like.config import read_table
 from meliad_like.errors import UserError
 from meliad_like.experiments.experiment import Experiment
-from meliad_like.experiments.job import Job
 from meliad_like.experiments.pictures import draw
 from meliad_like.experiments.report import Results, gather, read_result, result_file
 from meliad_like.experiments.step_time import WARM_UP, relative_time, time_in_turn
@@ -60,37 +59,37 @@ def experiment(folder, table="table1", **changes) -> Experiment:
 
 @pytest.mark.thorough
 def test_a_run_is_done_once_and_resumes(bindings, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("meliad_like.experiments.job.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
 
-    def job(num_steps: int, *more: str, split="validation"):
+    def made(num_steps: int, *more: str, split="validation"):
         # A cosine would depend on the number of steps, and could not be resumed with another one.
         schedule = "RunConfig.schedule = 'inverse_square_root'"
         params = (*bindings, schedule, f"TrainingConfig.num_steps = {num_steps}", *more)
-        return experiment(tmp_path, gin_params=params, split=split).job(*row)
+        return experiment(tmp_path, gin_params=params, split=split)
 
     row = TABLES["table1"].row("slide_12l"), 1
-    assert not job(3).finished()
-    assert job(3).make() == 0
+    assert not made(3).finished(*row)
+    assert made(3).make_row(*row) == 0
     assert "from step 0 to 3" in capsys.readouterr().out
-    assert job(3).finished()
-    assert not job(3, split="test").finished()
+    assert made(3).finished(*row)
+    assert not made(3, split="test").finished(*row)
     result = read_result(tmp_path, *row)
     assert (result["num_steps"], result["seed"], result["window_length"]) == (3, 1, 16)
     assert 6 < result["splits"]["validation"]["bits_per_byte"] < 12
 
-    assert not job(5).finished()
-    assert job(5).make() == 0
+    assert not made(5).finished(*row)
+    assert made(5).make_row(*row) == 0
     assert "from step 3 to 5" in capsys.readouterr().out
     assert read_result(tmp_path, *row)["num_steps"] == 5
 
     with pytest.raises(UserError, match="DecoderConfig.window_length is 16 there.*; choose another --folder"):
-        job(5, "DecoderConfig.window_length = 32").finished()
+        made(5, "DecoderConfig.window_length = 32").finished(*row)
     with pytest.raises(UserError, match="split 'test' has no documents"):
-        job(5, split="test").make()
+        made(5, split="test").make_row(*row)
     with (tmp_path / "slide_12l-1" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is working in .*slide_12l-1"):
-            job(5).make()
+            made(5).make_row(*row)
 
 
 def test_the_command_trains_a_row_and_reports_what_is_there(bindings, tmp_path, capsys):
@@ -116,10 +115,10 @@ def with_store(tmp_path):
 
 
 def test_a_run_that_failed_is_named_and_the_next_one_is_made(tmp_path, with_store, monkeypatch, capsys):
-    def fail(job):
-        raise UserError(f"no {job.row.name}")
+    def fail(self, row, seed):
+        raise UserError(f"no {row.name}")
 
-    monkeypatch.setattr(Job, "make", fail)
+    monkeypatch.setattr(Experiment, "make_row", fail)
     made = experiment(tmp_path, seeds=(0,), row_names=("slide_12l", "slide_13l"), **with_store)
     assert made.make() == (0, ["slide_12l-0", "slide_13l-0"])
     assert "failed slide_12l-0: no slide_12l\nslide_13l-0, 2 of 2 that are" in capsys.readouterr().out
@@ -127,14 +126,14 @@ def test_a_run_that_failed_is_named_and_the_next_one_is_made(tmp_path, with_stor
 
 def test_a_run_that_was_stopped_is_the_last(tmp_path, with_store, monkeypatch):
     started = []
-    monkeypatch.setattr(Job, "make", lambda job: started.append(job.row.name) or 75)
+    monkeypatch.setattr(Experiment, "make_row", lambda self, row, seed: started.append(row.name) or 75)
     made = experiment(tmp_path, seeds=(0,), row_names=("slide_12l", "slide_13l"), **with_store)
     assert made.make() == (75, []) and started == ["slide_12l"]
 
 
 def test_rows_that_are_the_same_model_share_a_run(tmp_path, with_store, monkeypatch):
     started, timed = [], []
-    monkeypatch.setattr(Job, "make", lambda job: started.append((job.row.name, job.seed)) and 0)
+    monkeypatch.setattr(Experiment, "make_row", lambda self, row, seed: started.append((row.name, seed)) and 0)
     monkeypatch.setattr(Experiment, "time_steps", lambda self: timed.append(self))
     made = experiment(tmp_path, "table3", seeds=(7,), **with_store)
     made.make()

@@ -122,11 +122,11 @@ def test_rows_begin_with_the_pretrained_model_and_its_vocabulary(place):
 @pytest.mark.thorough
 def test_rows_are_trained_and_evaluated(place, monkeypatch):
     made = experiment(place)
-    monkeypatch.setattr("meliad_like.experiments.job.make_mesh", mesh_of_the_first_devices)
+    monkeypatch.setattr("meliad_like.experiments.experiment.make_mesh", mesh_of_the_first_devices)
     run = made.run(TABLE.row("baseline_128_0"), 0)
     prepare(run.source, run.vocabulary, run.data.store, num_workers=1)
     assert made.make() == (0, [])
-    assert all(made.job(row, 0).finished() for row in made.rows)
+    assert all(made.finished(row, 0) for row in made.rows)
     results = gather(TABLE, made.folder, [0], "test")
     disjoint, overlapping, recurrent = (results.means.loc[name] for name in made.row_names)
     # 300 tokens, of which the first is not predicted.

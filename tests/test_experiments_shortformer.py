@@ -105,7 +105,7 @@ def trained(tmp_path_factory):
         repeats=2,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("job", "step_time"):
+        for module in ("experiment", "step_time"):
             patch.setattr(f"meliad_like.experiments.{module}.make_mesh", mesh_of_the_first_devices)
         assert made.make() == (0, [])
         made.time_steps()
@@ -114,7 +114,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.thorough
 def test_rows_are_evaluated_as_one_stream(trained):
-    assert all(trained.job(row, 0).finished() for row in trained.rows)
+    assert all(trained.finished(row, 0) for row in trained.rows)
     staged, cached = (read_result(trained.folder, row, 0)["splits"]["validation"] for row in trained.rows)
     # Of both, the same tokens; a byte each.
     assert staged["num_tokens"] == cached["num_tokens"] == staged["num_bytes"] == 300

@@ -21,7 +21,6 @@ from meliad_like.data.readers import label
 from meliad_like.errors import UserError
 from meliad_like.experiments.tables import Row, Settings
 from meliad_like.experiments.tables.ancient_history import SCALES, SELECTORS, TABLE, HistoryScale, rows_of
-from meliad_like.experiments.tables.table import bound_by
 from meliad_like.history import commands
 from meliad_like.history.commands import HistoryRequest
 from meliad_like.history.evaluation import BASELINE, tables
@@ -33,12 +32,12 @@ from meliad_like.studies.frames import table_of
 from meliad_like.studies.pictures import COLOURS, save
 
 SELECTOR_FIGURES = {
-    "correlation": "correlation",
-    "chosen_gain": "gain of a selected span, nats",
-    "random_gain": "of a random one",
-    "oracle_gain": "of the best one",
+    "correlation": ("correlation", ".2f"),
+    "chosen_gain": ("gain of a selected span, nats", "+.2f"),
+    "random_gain": ("of a random one", "+.2f"),
+    "oracle_gain": ("of the best one", "+.2f"),
 }
-"""Figures of a selector's validation, and their headers: predictions against gains, and the gains of spans alone."""
+"""Figures of a selector's validation, their headers and formats: predictions against gains, gains of spans alone."""
 EXPLANATION = (
     "In brackets are intervals over documents, by bootstrap; the baseline is the original. Operations are counted "
     "(`layers/flops.py`) per predicted token: the model reads a window for each stride, and a learned selection reads "
@@ -97,9 +96,12 @@ class HistoryExperiment(Settings):
         _draw(frame, labels, folder / f"{TABLE.name}.png")
         in_paper = papers.rename(labels).rename_axis("selection").reset_index()
         title = "validation perplexities in the paper, on other documents"
+        window = evaluation["config"]
         texts = [
             f"# {TABLE.title}",
-            _notes(evaluation, self.scale_name),
+            f"Scale {self.scale_name}: windows of {window['window_length']:,} tokens, {window['history_length']:,} of "
+            f"them for spans of {window['span_length']}, that predict {window['stride']:,} targets. Evaluated on "
+            f"{evaluation['split']} with {evaluation['device']}.",
             *(table.to_markdown() for table in tables(evaluation, labels)),
             table_of(in_paper, title, dict.fromkeys(papers, ".2f")).to_markdown(),
             EXPLANATION,
@@ -118,21 +120,9 @@ class HistoryExperiment(Settings):
         settings = read_changes(gin_params=SELECTORS.get(selector, ()))(HistorySettings())
         settings = with_changes(settings, self.scale.settings)
         run, settings = read_changes(self.gin_files, self.gin_params)(saved, settings)
-        run, store = with_changes(run, {"vocabulary": saved.vocabulary}), run.data.store
-        if "ReaderConfig.store" not in bound_by(self.gin_params):
-            # The task's documents in another vocabulary than the task's.
-            store = f"{store}_{Path(self.load_dir).name}"
+        run, store = with_changes(run, {"vocabulary": saved.vocabulary}), self.store(run)
         batch_size = self.scale.batch_size
         return HistoryRequest(self.load_dir, changes=lambda *_: (run, settings), store=store, batch_size=batch_size)
-
-
-def _notes(evaluation: Mapping[str, Any], scale: str) -> str:
-    window = evaluation["config"]
-    return (
-        f"Scale {scale}: windows of {window['window_length']:,} tokens, {window['history_length']:,} of them for spans "
-        f"of {window['span_length']}, that predict {window['stride']:,} targets. Evaluated on {evaluation['split']} "
-        f"with {evaluation['device']}."
-    )
 
 
 def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
@@ -148,9 +138,8 @@ def _selectors(folder: Path, rows: Sequence[Row]) -> list[str]:
             line = {"selector": label(row.label, saved["leaks_the_future"])}
             line |= {name: saved["trained_on"][f"num_{name}"] for name in ("pairs", "documents")}
             line |= {"steps": metrics["step"].iloc[-1], "best step": best["step"]}
-            lines.append(line | {head: best[name] for name, head in SELECTOR_FIGURES.items()})
-    formats = dict.fromkeys(("pairs", "documents", "steps", "best step"), ",") | {"correlation": ".2f"}
-    formats |= dict.fromkeys(list(SELECTOR_FIGURES.values())[1:], "+.2f")
+            lines.append(line | {header: best[name] for name, (header, _) in SELECTOR_FIGURES.items()})
+    formats = dict.fromkeys(("pairs", "documents", "steps", "best step"), ",") | dict(SELECTOR_FIGURES.values())
     title = "## Training of the selectors, at the best step, on documents held out"
     return [table_of(pd.DataFrame(lines), title, formats).to_markdown().rstrip()] if lines else []
 

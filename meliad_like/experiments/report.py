@@ -10,13 +10,13 @@ import pandas as pd
 
 from meliad_like.errors import UserError
 from meliad_like.experiments.step_time import relative_time
-from meliad_like.experiments.tables import Row, Table, read_csv
+from meliad_like.experiments.tables import Row, Table
 from meliad_like.resumable import read_json
 from meliad_like.studies.frames import table_of, with_error
 from meliad_like.tables import Table as TextTable
 
-RESULT_NAME = "result.json"
-COLUMNS = read_csv("columns").set_index("measure")
+RESULT_NAME, TIMING_NAME = "result.json", "step_time.json"
+COLUMNS = pd.read_csv(Path(__file__).parent / "tables" / "columns.csv", index_col="measure")
 """The header of each measure, the format of its numbers, whether it is in millions, whether it has a standard error,
 and the names of the tables that have it as a column."""
 
@@ -63,14 +63,13 @@ class Results(NamedTuple):
 
     def to_markdown(self, scale: str) -> str:
         """All figures, below the settings that the runs have in common."""
-        times = " and step times" if "step_time" in self.measures else ""
-        compared = COLUMNS["header"][self.table.compared]
         explained = (
             "± is the standard error of the mean over the runs. `-` is a figure that is missing, or that was not "
             "finite in one of the runs."
         )
         if baselines := _baselines(self):
-            differences = f"Differences in {compared} (of runs with the same seed){times}"
+            times = " and step times" if "step_time" in self.measures else ""
+            differences = f"Differences in {COLUMNS['header'][self.table.compared]} (of runs with the same seed){times}"
             explained = f"{differences} are relative to: {baselines}. {explained}"
         table = _text(self.frame, self.measures, self.table.paper_columns).to_markdown().rstrip()
         return "\n\n".join([f"# {self.table.title}", *self.notes(scale), table, explained]) + "\n"
@@ -82,22 +81,18 @@ class Results(NamedTuple):
             one, whole = runs.iloc[0], pd.isna(runs["max_tokens"].iloc[0])
             documents = f"{one['num_documents']:,} documents" if whole else f"{one['num_tokens']:,} tokens"
             size = f", {one['num_bytes']:,} bytes" if one["num_bytes"] else ""
-            seeds = sorted(runs.index.unique("seed"))
-            lines += [
-                f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
-                f"seeds {', '.join(map(str, seeds))}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: "
-                f"{documents}{size}.",
-                f"Trained on {', '.join(sorted(runs['device'].unique()))}; a run took {_span(runs['seconds'])} s.",
-            ]
+            seeds = ", ".join(map(str, sorted(runs.index.unique("seed"))))
             lengths = [
                 f"{steps:,} steps of {tokens:,} tokens: {', '.join(group.index.unique('row'))}"
                 for (steps, tokens), group in runs.groupby(["num_steps", "tokens_per_step"])
             ]
-            if len(lengths) > 1:
-                lines.append(f"**Not all rows were trained for as long:** {'; '.join(lengths)}.")
-        if self.timed_on:
-            lines.append(f"Step times: {', '.join(self.timed_on)}.")
-        return lines
+            lines += [
+                f"Scale {scale}: {_span(runs['num_steps'])} steps of {_span(runs['tokens_per_step'])} tokens; "
+                f"seeds {seeds}. Evaluated on {'all' if whole else 'a part'} of {one['split']}: {documents}{size}.",
+                f"Trained on {', '.join(sorted(runs['device'].unique()))}; a run took {_span(runs['seconds'])} s.",
+                *([f"**Not all rows were trained for as long:** {'; '.join(lengths)}."] if len(lengths) > 1 else []),
+            ]
+        return lines + ([f"Step times: {', '.join(self.timed_on)}."] if self.timed_on else [])
 
 
 def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, requested: Sequence[Row] = ()) -> Results:
@@ -105,9 +100,12 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
 
     Rows that have no result are reported as missing if they are `requested`; by default all but the extra ones are.
     """
-    places = [(row, seed) for seed in seeds for row in table.rows]
-    figures = {(row.name, seed): _figures(folder, row, seed, split) for row, seed in places}
-    figures = {place: figures for place, figures in figures.items() if figures}
+    figures = {}
+    for row, seed in [(row, seed) for seed in seeds for row in table.rows]:
+        result = read_result(folder, row, seed)
+        if split in (splits := result.pop("splits")):
+            del result["seed"]
+            figures[row.name, seed] = result | {"split": split, "max_tokens": None} | splits[split]
     if len({store for each in figures.values() if (store := each.pop("store", None))}) > 1:
         raise UserError(f"rows in {folder} have read different versions of a token store: train all of them with one")
     runs = pd.DataFrame(list(figures.values()), index=pd.MultiIndex.from_tuples(figures, names=["row", "seed"]))
@@ -116,11 +114,9 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
         baselines = [(table.row(name).baseline, seed) for name, seed in figures]
         difference = values - values.reindex(baselines).to_numpy()
         runs["difference"] = difference.where([place != baseline for place, baseline in zip(figures, baselines)])
-    by_row = runs.select_dtypes("number").groupby(level="row")
-    # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     # Of pandas a type checker sees a union of all that a method may return.
-    means: Any
-    errors: Any
+    by_row: Any = runs.select_dtypes("number").groupby(level="row")
+    # A figure that was not finite in one of the runs is NaN there, and so is its mean.
     means, errors = by_row.mean(skipna=False), by_row.sem(skipna=False)
     timing = read_timing(folder)
     means = means.combine_first(pd.DataFrame({row.name: _timed(timing, row, table) for row in table.rows}).T)
@@ -135,14 +131,9 @@ def gather(table: Table, folder: Path, seeds: Iterable[int], split: str, request
     return Results(table, rows, runs, means, errors, devices)
 
 
-def timing_file(folder: Path) -> Path:
-    """The file of the measured step times."""
-    return folder / "step_time.json"
-
-
 def read_timing(folder: Path) -> dict[str, Any]:
-    """The contents of `timing_file` by row; empty if nothing was timed."""
-    path = timing_file(folder)
+    """The measured step times by row; empty if nothing was timed."""
+    path = folder / TIMING_NAME
     return read_json(path)["rows"] if path.exists() else {}
 
 
@@ -160,14 +151,6 @@ def read_result(folder: Path, row: Row, seed: int) -> dict[str, Any]:
     """The contents of `result_file`; without one, no `splits`."""
     path = result_file(folder, row, seed)
     return read_json(path) if path.exists() else {"splits": {}}
-
-
-def _figures(folder: Path, row: Row, seed: int, split: str) -> dict[str, Any]:
-    result = read_result(folder, row, seed)
-    if split not in result["splits"]:
-        return {}
-    known = {key: value for key, value in result.items() if key not in ("splits", "seed")}
-    return known | {"split": split, "max_tokens": None} | result["splits"][split]
 
 
 def _timed(timing: Mapping[str, Any], row: Row, table: Table) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,10 +29,8 @@ WARM_UP = 2  # rounds that don't count
 
 
 class TimedStep:
-    """The training step of a run, compiled, with its state and a batch of random tokens; nothing is read from disk.
-
-    It is timed `in_a_row`, without waiting in between, as a training does it.
-    """
+    """The training step of a run, compiled, with its state and a batch of random tokens; nothing is read from disk. It
+    is timed `in_a_row`, without waiting in between, as a training does it."""
 
     def __init__(self, run: RunConfig, vocabulary_size: int, mesh: Mesh, in_a_row: int = 1):
         program, began = make_program(run.on_this_platform(), vocabulary_size, mesh), time.perf_counter()
@@ -93,16 +92,17 @@ def time_in_turn(steps: Mapping[str, TimedStep], repeats: int) -> dict[str, Any]
     for _ in range(WARM_UP + repeats):
         for step in steps.values():
             step()
-
-    def row(step: TimedStep) -> dict[str, Any]:
+    rows = {}
+    for name, step in steps.items():
         seconds = step.seconds[WARM_UP:]
         flops = step.model.flops.training * step.run.data.tokens_per_step
-        share = flops / float(np.median(seconds)) / (peak * jax.device_count())
-        sizes = {"memory_bytes": step.memory_bytes, "compile_seconds": step.compile_seconds}
-        return {"seconds": seconds, **sizes, "share_of_peak": share}
-
-    device = jax.devices()[0].device_kind
-    return {"device": device, "peak": peak, "rows": {name: row(step) for name, step in steps.items()}}
+        rows[name] = {
+            "seconds": seconds,
+            "memory_bytes": step.memory_bytes,
+            "compile_seconds": step.compile_seconds,
+            "share_of_peak": flops / float(np.median(seconds)) / (peak * jax.device_count()),
+        }
+    return {"device": jax.devices()[0].device_kind, "peak": peak, "rows": rows}
 
 
 def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
@@ -111,10 +111,8 @@ def relative_time(rows: Mapping[str, Any], name: str, baseline: str) -> float:
 
 
 def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str, Any]:
-    """The average step of a training with several kinds of steps, one after the other.
-
-    `parts` are `rows` of `time_in_turn`; `shares` of all steps, by the names of the kinds, add up to 1.
-    """
+    """The average step of a training with several kinds of steps, one after the other: `parts` are `rows` of
+    `time_in_turn`, and `shares` of all steps, by the names of the kinds, add up to 1."""
     if len(shares) == 1:
         return dict(parts[next(iter(shares))])
     weights, kinds = list(shares.values()), [parts[name] for name in shares]
@@ -129,28 +127,23 @@ def in_shares(parts: Mapping[str, Any], shares: Mapping[str, float]) -> dict[str
 
 
 def time_runs(runs: Mapping[str, RunConfig], repeats: int) -> dict[str, Any]:
-    """Times the training steps of runs in turn, as `time_in_turn`; `rows` have the facts of their runs, too.
-
-    The step of a run with stages is the average of theirs.
-    """
-    shares: dict[str, dict[str, float]] = {}
-    parts: dict[Any, tuple[str, RunConfig]] = {}
+    """Times the training steps of runs in turn, as `time_in_turn`; `rows` have the facts of their runs, too. The step
+    of a run with stages is the average of theirs."""
+    shares: dict[str, dict[str, float]] = {name: defaultdict(float) for name in runs}
+    parts: dict[Any, str] = {}
+    steps = {}
     for name, run in runs.items():
-        shares[name] = {}
         for stage in (stages := stages_of(run)):
             # Stages that are the same in everything that takes time are timed once.
             training = dataclasses.replace(stage.run.training, num_steps=1)
             same = stage.run.model, stage.run.data, stage.run.optimizer, training
-            stage_name = name if len(stages) == 1 else f"{name}, stage {stage.index + 1}"
-            part, _ = parts.setdefault(same, (stage_name, stage.run))
-            share = (stage.last_step - stage.first_step) / run.training.num_steps
-            shares[name][part] = shares[name].get(part, 0.0) + share
-    steps = {}
-    for part, run in parts.values():
-        # The time to compile is one of the figures.
-        with without_compiled_programs():
-            steps[part] = TimedStep(run, vocabulary_size(run), make_mesh(run.mesh))
-        print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
+            part = parts.setdefault(same, name if len(stages) == 1 else f"{name}, stage {stage.index + 1}")
+            shares[name][part] += (stage.last_step - stage.first_step) / run.training.num_steps
+            if part not in steps:
+                # The time to compile is one of the figures.
+                with without_compiled_programs():
+                    steps[part] = TimedStep(stage.run, vocabulary_size(stage.run), make_mesh(stage.run.mesh))
+                print(f"compiled {part} in {steps[part].compile_seconds:.1f} s", flush=True)
     timing = time_in_turn(steps, repeats)
     timing["rows"] = {
         name: facts(run, vocabulary_size(run)) | {"device": device_name()} | in_shares(timing["rows"], shares[name])

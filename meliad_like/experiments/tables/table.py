@@ -4,11 +4,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from meliad_like import config
 from meliad_like.config import RunConfig, with_changes
@@ -43,21 +40,18 @@ class Row:
         return self.trained_as or self.name
 
 
-def read_csv(name: str) -> pd.DataFrame:
-    """A CSV file of this package."""
-    return pd.read_csv(str(resources.files(__package__) / f"{name}.csv"))
-
-
 def read_bindings(name: str) -> dict[str, Any]:
     """The values by `Class.field` in a gin file of this package."""
-    lines = (resources.files(__package__) / f"{name}.gin").read_text().splitlines()
-    return bound_by([line for line in lines if line and not line.startswith("#")])
+    return _values(config.read_changes([str(Path(__file__).with_name(f"{name}.gin"))]))
 
 
 def bound_by(gin_params: Sequence[str]) -> dict[str, Any]:
     """The values that parameters bind, by `Class.field`; macros, which only files read, are left out."""
-    fields = [text for text in gin_params if "." in text.partition("=")[0]]
-    return {key: binding.value for key, binding in config.read_changes((), fields).bindings.items()}
+    return _values(config.read_changes((), [text for text in gin_params if "." in text.partition("=")[0]]))
+
+
+def _values(changes: config.Changes) -> dict[str, Any]:
+    return {key: binding.value for key, binding in changes.bindings.items()}
 
 
 def read_rows(table: str) -> tuple[Row, ...]:
@@ -66,9 +60,8 @@ def read_rows(table: str) -> tuple[Row, ...]:
     for name, row in config.read_table(table).items():
         cells = dict(row.cells)
         texts = {column: cells.pop(column, "") for column in ("name", "label", "baseline", "trained_as")}
-        extra, size = "extra" in cells, int(cells.get("vocabulary_size", 0))
-        figures = cells.keys() - {"files", "bindings", "parameters", "extra", "vocabulary_size"}
-        paper = {column: float(cell) for column, cell in cells.items() if column in figures}
+        extra, size = bool(cells.pop("extra", "")), int(cells.pop("vocabulary_size", 0))
+        paper = {column: float(cells[column]) for column in cells if column not in ("files", "bindings", "parameters")}
         rows.append(Row(**texts, gin_file=f"{table}/{name}", extra=extra, vocabulary_size=size, paper=paper))
     return tuple(rows)
 
@@ -174,6 +167,12 @@ class Settings:
     """The most tokens of the split to evaluate; None: as the scale says."""
     load_dir: str = ""
     """Checkpoint folder of the pretrained model, for a table whose rows begin with one."""
+
+    def store(self, run: RunConfig) -> str:
+        """The token store of a run. With a pretrained model, documents are in another vocabulary than the task's."""
+        if not self.load_dir or "ReaderConfig.store" in bound_by(self.gin_params):
+            return run.data.store
+        return f"{run.data.store}_{Path(self.load_dir).name}"
 
 
 def configure(
