@@ -177,7 +177,7 @@ def test_the_report(tmp_path):
     for name, perplexity in (("baseline_300_0", 60.0), ("baseline_300_30", 58.0), ("recurrent_300_30", 55.0)):
         figures = {"bits_per_byte": perplexity / 100, "flops_by_the_paper": 2.139e8}
         write_result(tmp_path, TABLE.row(name), word_perplexity=perplexity, **figures)
-    text = Experiment("tiny", (), (), tmp_path, seeds=(0,), table=TABLE).report()
+    text = Experiment("tiny", (), (), tmp_path, seeds=(0,), table=TABLE).results().to_markdown("tiny")
     rows = table_rows(text)
     recurrent = rows["recurrence, T 300, overlap 30"]
     assert (recurrent["word perplexity"], recurrent["difference"]) == ("55.00", "-0.0300")

@@ -98,7 +98,8 @@ def test_a_phone_book_needs_no_distance():
 def test_splits_share_no_problem():
     """Of one key and value there are only 1,024 problems, so that training sees nearly all that are its own."""
     source = MemoryTasksSource(items=(1,), distances=(0,), train_documents=2000, cell_documents=50)
-    found = {split: {d.text[0] for d in documents(source) if d.split == split} for split in ("train", "test")}
+    made = documents(source)
+    found = {split: {d.text[0] for d in made if d.split == split} for split in ("train", "test")}
     assert len(found["train"]) > 700 and len(found["test"]) > 15
     assert not found["train"] & found["test"]
     with pytest.raises(UserError, match="parity with 1 items has no problem for test: leave 1 out of"):

@@ -3,6 +3,7 @@
 import csv
 import inspect
 import json
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -13,7 +14,7 @@ from study_runs import DOCUMENTS, Page, assert_safe, make, one_device, runs
 from meliad_like.config import with_changes
 from meliad_like.errors import UserError
 from meliad_like.models.model import Model
-from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use, protocols
+from meliad_like.studies import compare, context_curve, gates, memory_map, memory_use, protocols, readings
 from meliad_like.studies.__main__ import COMMAND, STUDIES
 from meliad_like.studies.interventions import cleared
 from meliad_like.studies.readings import ModelLosses, StudyRequest, choose, open_studied, read
@@ -180,6 +181,16 @@ def test_context_curve_of_two_settings(runs, tmp_path):
     assert "test, 1 of 3 documents" in Page(tmp_path).text
     sums = pd.read_csv(tmp_path / "sums.csv")
     assert sums["tokens"].sum() == len(DOCUMENTS["two"]) and len(sums) == len(rows)
+
+
+def test_labels_of_folders_with_the_same_name_are_different(monkeypatch):
+    def opened(folder, gin_params=(), step=None):
+        label = ", ".join([folder.rpartition("/")[2], *gin_params])
+        return readings.StudiedModel(label, folder, [*gin_params], SimpleNamespace(step=3))
+
+    monkeypatch.setattr(readings, "open_studied", opened)
+    models = readings.open_compared(StudyRequest("x/a", gin_param=("k=1",)), ("x/a", "y/a"), None)
+    assert [model.label for model in models] == ["x/a, step 3", "x/a, step 3, k=1", "y/a, step 3, k=1"]
 
 
 def test_missing_things_are_named(runs):

@@ -23,11 +23,17 @@ def test_time_constants_by_hand():
     np.testing.assert_allclose(gates.time_constants(np.array([0.5, 0.9, np.exp(-0.01)])), [1.442695, 9.491222, 100])
 
 
-def test_fixed_gates_are_sigmoids_of_their_biases(runs):
+@pytest.fixture(scope="module")
+def fixed(runs):
+    """A model with fixed gates, its tracer, which has read TOKENS, and their trace."""
     studied = open_studied(runs("fixed_skip"))
-    [layer] = recurrent_layers(studied)
     tracer = Tracer(studied.opened.model, studied.opened.params)
-    tracer.read(TOKENS)
+    return studied, tracer, tracer.read(TOKENS)
+
+
+def test_fixed_gates_are_sigmoids_of_their_biases(fixed):
+    studied, tracer, _ = fixed
+    [layer] = recurrent_layers(studied)
     states = studied.opened.params["layers"][layer]["mixers"]["recurrent_states"]
     kept = jax.nn.sigmoid(states["cell"]["attention_gate"]["bias"])
     assert not tracer.varying
@@ -36,8 +42,8 @@ def test_fixed_gates_are_sigmoids_of_their_biases(runs):
     np.testing.assert_allclose(values, np.stack([kept, 1 - kept]), rtol=1e-5)
 
 
-def test_gates_of_several_layers_are_averaged_by_themselves(runs):
-    studied = open_studied(runs("fixed_skip"))
+def test_gates_of_several_layers_are_averaged_by_themselves(fixed):
+    studied, *_ = fixed
     tracer = Tracer(studied.opened.model, studied.opened.params)
     for block in range(4):
         tracer.add("layer 1 gate", np.full((2, 3, 5), 0.25))
@@ -66,10 +72,10 @@ def states_after(studied, layer, blocks):
     return np.asarray(read(studied.opened.params))
 
 
-def test_a_trace_compares_the_states_after_each_block(runs):
-    studied = open_studied(runs("fixed_skip"))
+def test_a_trace_compares_the_states_after_each_block(fixed):
+    studied, _, traces = fixed
     [layer] = recurrent_layers(studied)
-    trace = Tracer(studied.opened.model, studied.opened.params).read(TOKENS)[f"layer {layer} recurrent_states"]
+    trace = traces[f"layer {layer} recurrent_states"]
     states = [states_after(studied, layer, blocks) for blocks in range(BLOCKS + 1)]
     change = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairwise(states)]
     np.testing.assert_allclose(trace["change"], change, rtol=1e-4)
