@@ -31,9 +31,8 @@ from meliad_like.resumable import locked, write_json
 from meliad_like.run.opening import open_checkpoint, stores_read
 from meliad_like.run.setup import vocabulary_size
 from meliad_like.run.training import train
+from meliad_like.training import metrics
 from meliad_like.training.checkpoints import first_metadata
-from meliad_like.training.metrics import FILE_NAME as METRICS_NAME
-from meliad_like.training.metrics import read_rows
 
 
 @dataclass(frozen=True)
@@ -194,5 +193,5 @@ class Experiment(Settings):
 def _logged_speed(folder: Path) -> float:
     """Tokens per second of a training step: the median of the logged ones."""
     kinds = [label("train", leaks) for leaks in (False, True)]
-    rows = read_rows(epath.Path(folder / METRICS_NAME))
+    rows = metrics.read_rows(epath.Path(folder / metrics.FILE_NAME))
     return float(np.median([row["tokens_per_second"] for row in rows if row["kind"] in kinds]))

@@ -26,13 +26,6 @@ FORMATS = dict.fromkeys(("units", "tokens", "targets", "token", "distance"), ","
 FORMATS |= dict.fromkeys(("first_bits", "other_bits"), ",.1f")
 FORMATS |= {"share": ".1%", "gain_bits": "+,.1f", "gain": "+.2f", "mean gain": "+.4f", "among the top": ",.0f"}
 """Format specifications of the columns of the page's tables."""
-CATEGORY_RULES = (
-    "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, part, act and "
-    "the like and a number, or that stands between blank lines and is a heading of Markdown, LaTeX or a wiki, or all "
-    "in capitals. Identifier: has an underscore, a capital after a small letter, or digits next to letters. Name: "
-    "begins with a capital, has a second letter, is not a Roman numeral, and is nowhere in the document in small "
-    "letters. Signs and white space are not among the top words."
-)
 
 
 def run(
@@ -106,7 +99,11 @@ def run(
             ),
             Numbers(
                 "by_category", f"What the top {unit}s are", _by_group("category", table, best), FORMATS,
-                CATEGORY_RULES,
+                "By simple rules, in this order. Title: in a line of at most 80 characters that begins with chapter, "
+                "part, act and the like and a number, or that stands between blank lines and is a heading of Markdown, "
+                "LaTeX or a wiki, or all in capitals. Identifier: has an underscore, a capital after a small letter, "
+                "or digits next to letters. Name: begins with a capital, has a second letter, is not a Roman numeral, "
+                "and is nowhere in the document in small letters. Signs and white space are not among the top words.",
             ),
             Numbers("by_document", "By document", pd.DataFrame(sums), FORMATS, "The bits of all tokens."),
             Numbers("settings", "Where the settings differ", settings),

@@ -5,9 +5,8 @@ blocks: its time constant is -1/log(g) blocks, its half-life log(2) times that. 
 an lstm gate depends on what is read, and its g is averaged over the documents.
 """
 
-import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,23 +58,23 @@ def watch(model: Model, module: Any, before: Any, after: Any) -> dict[str, Watch
     """The states of a block, by names such as `layer 3 recurrent_states`; {} if the model has none. `before` and
     `after` are the carries before and after a segment of one block, by `module`, the model with its parameters."""
     watched, start = {}, before.position == 0
-    for i, (layer, old, new) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
+    for i, (layer, *carries) in enumerate(zip(module.layers, before.layers, after.layers, strict=True)):
         fresh = layer.init_carry(len(start), module.dtype)
-        for name, (states, memory) in _memories(model.config, i).items():
+        for name, states in _states(model.config, i).items():
+            memories = [carry[name] if isinstance(carry, dict) else carry for carry in (fresh, *carries)]
             # Where a document begins, nothing of the one before is left.
-            begun = choose_lanes(start, memory(fresh), memory(old))
-            gates = _gates(layer.mixers[name], begun, memory(new)) if isinstance(begun, StatesCarry) else {}
-            watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(memory(new), states), gates)
+            begun, new = choose_lanes(start, *memories[:2]), memories[2]
+            gates = _gates(layer.mixers[name], begun, new) if isinstance(begun, StatesCarry) else {}
+            watched[f"layer {i} {name}"] = Watched(_vectors(begun, states), _vectors(new, states), gates)
     return watched
 
 
-def _memories(config: ModelConfig, index: int) -> dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]]:
-    """The memories of a layer that have states, by name: the names of these, and the memory in a layer's carry."""
-    if not isinstance(config, DecoderConfig):
-        traits = config.traits
-        return {traits.memory: (traits.states, lambda carry: carry)} if traits.memory and traits.states else {}
-    mixers = {MIXERS.name_of(mixer): mixer.traits(config.shape).states for mixer in config.shape.layers[index]}
-    return {name: (states, operator.itemgetter(name)) for name, states in mixers.items() if states}
+def _states(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
+    """The names of the states in each memory of a layer that has some, by the memory's name."""
+    states = {config.traits.memory: config.traits.states}
+    if isinstance(config, DecoderConfig):
+        states = {MIXERS.name_of(mixer): mixer.traits(config.shape).states for mixer in config.shape.layers[index]}
+    return {name: names for name, names in states.items() if name and names}
 
 
 def _vectors(carry: Any, states: tuple[str, ...]) -> Float[Array, "b r d"]:

@@ -30,24 +30,18 @@ BY_SIZE = {
 }
 BY_VOCABULARY = {"Rec:fixed:skip": {row.name: row.vocabulary_size for row in ROWS[5]}}
 PANELS = {
-    1: (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time")),
-    3: (
+    "Table 1: recurrence and its baselines": (Panel("bits_per_byte", "PG19 bytes"), Panel("step_time", "step time")),
+    "Table 3: the window's size and the number of states": (
         Panel("bits_per_token", TOKENS, "window_length", BY_WINDOW),
         Panel("bits_per_token", TOKENS, "num_states", BY_STATES),
     ),
-    4: (Panel("bits_per_token", TOKENS, "parameters_without_embedding", BY_SIZE),),
-    5: (
+    "Table 4 and figure 3: sizes": (Panel("bits_per_token", TOKENS, "parameters_without_embedding", BY_SIZE),),
+    "Table 5 and figure 7: vocabularies": (
         Panel("tokens_per_word", "scale factor", "vocabulary_size", BY_VOCABULARY),
         Panel("bits_per_token", "bits per token", "vocabulary_size", BY_VOCABULARY),
     ),
 }
-TITLES = {
-    1: "Table 1: recurrence and its baselines",
-    3: "Table 3: the window's size and the number of states",
-    4: "Table 4 and figure 3: sizes",
-    5: "Table 5 and figure 7: vocabularies",
-}
 TABLES = {
-    f"table{i}": Table(f"table{i}", title, (*ROWS[i], *(MIXERS if i == 1 else ())), PANELS[i], scales=SCALES)
-    for i, title in TITLES.items()
+    f"table{i}": Table(f"table{i}", title, rows + MIXERS if i == 1 else rows, panels, scales=SCALES)
+    for (i, rows), (title, panels) in zip(ROWS.items(), PANELS.items(), strict=True)
 }
