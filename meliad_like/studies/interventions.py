@@ -76,11 +76,11 @@ class Carries(NamedTuple):
     """The carries that an exchange needs."""
 
     disturbed: Any
-    """That of the second reading, whose memory is exchanged."""
+    """The carry of the second reading, whose memory is exchanged."""
     now: Any
-    """That of the first reading, after the last block that was read without padding."""
+    """The carry of the first reading, after the last block that was read without padding."""
     earlier: Any
-    """That of the first reading at the previous segment's beginning, or empty if the document began there."""
+    """The carry of the first reading at the previous segment's beginning. It is empty if the document began there."""
 
 
 KINDS = {
