@@ -126,7 +126,7 @@ def run(
         remarks="Earlier than a document's beginning the memory is empty. Before the first exchange in a document all "
         f"losses must be the same: the largest difference there is {difference:.1g} nats, of rounding, because the "
         "second reading is block by block. Intervals are of 90 %, a bootstrap over the documents; fewer than five "
-        f"documents have none. Documents of at most {every:,} tokens are left out.",
+        f"documents have none. Documents of at most {every + 1:,} tokens are left out.",
     )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ class ModelLosses(NamedTuple):
 
     def bits(self, document: int) -> Float[np.ndarray, " tokens"]:
         """Bits of each token of a document, float64; 0 for its first token, which is not predicted."""
-        return np.append(0.0, self.losses[document] / math.log(2))
+        return np.append(0.0, self.losses[document].astype(np.float64) / math.log(2))
 
     def details(self) -> dict[str, Any]:
         """Facts for the page and for JSON."""
