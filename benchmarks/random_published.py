@@ -34,7 +34,7 @@ SMALLEST_ERROR = 1e-7
 class Configs:
     """Random configs of transformers, one method for each family."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: str):
         self.random = random.Random(seed)
 
     def pick(self, *choices: Any) -> Any:
@@ -248,30 +248,35 @@ def compare(config: Any, seed: int, gin_params: list[str]) -> tuple[float, float
         return float(np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2)))
 
     own = max(error(single), SMALLEST_ERROR)
-    same = all(np.array_equal(after[name].astype(np.float32), x) for name, x in before.items() if name in after)
+    same = before.keys() == after.keys()
+    same &= all(np.array_equal(after[name].astype(np.float32), x) for name, x in before.items() if name in after)
     return error(whole) / own, error(continued) / own, same
 
 
 def main(_) -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    rows, configs = {}, Configs(SEED.value)
+    rows = {}
     for name in FAMILIES.value:
         decoder = ["RunConfig.model = 'decoder'", "DecoderConfig.window_length = 16"]
         modes = {name: decoder} if name not in BY_WINDOWS else {name: []}
         if name in ("llama", "mistral"):
             modes[f"{name}, as a decoder"] = decoder
         for mode, gin_params in modes.items():
+            configs = Configs(f"{SEED.value} {name}")
             seeds = [configs.random.randrange(2**32) for _ in range(EACH.value)]
             results = [compare(getattr(configs, name)(), seed, gin_params) for seed in seeds]
             whole, continued, same = zip(*results)
-            rows[mode] = {"one_pass": max(whole), "continued": max(continued), "same_tensors": sum(same)}
+            # NaN counts as the largest.
+            worst = {"one_pass": float(np.max(whole)), "continued": float(np.max(continued))}
+            rows[mode] = worst | {"same_tensors": sum(same)}
             print(mode, rows[mode], file=sys.stderr, flush=True)
     frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("family").reset_index()
     title = f"the largest error of {EACH.value} models, over that of transformers {transformers.__version__}"
     formats = {"one_pass": ".2f", "continued": ".2f", "same_tensors": ".0f"}
     Console().print(table_of(frame, title, formats).to_rich())
-    return int(frame[["one_pass", "continued"]].max().max() > 4 or frame["same_tensors"].min() < EACH.value)
+    small = (frame[["one_pass", "continued"]] <= 4).all(axis=None)
+    return int(not small or (frame["same_tensors"] < EACH.value).any())
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ def prepare(
 
     A store appears in `folder` only when it is complete. If `prepare_part` has begun it, the parts are joined. Where
     the source has all documents of the store and others, these are added as its next version, in the same vocabulary. A
-    store for an object store is made in the user's cache directory, and then copied. Raises a UserError if `folder`
-    holds something else, a document is bad, a part is missing, or the disk is full.
+    store for an object store is made in the user's cache directory, where this machine's trainings look for a copy, and
+    then copied; if that is interrupted, it is copied again. Progress, warnings and a table go to standard error. Raises
+    a UserError if `folder` holds something else, a document is bad, a part is missing, or the disk is full.
 
     Args:
       num_workers: number of processes that read and tokenise (0: one per core). The store does not depend on it.

@@ -11,7 +11,8 @@
     version-2/ ...        all of these but the vocabulary, of documents that were added later
 
 A store grows by versions: each has the documents of the one before, with the same numbers, and then those added. Splits
-in an object store (gs://...) are copied to the user's cache directory when they are opened for the first time.
+in an object store (gs://...) are copied to the user's cache directory (`caches.cache_folder("stores")`) when they are
+opened for the first time.
 """
 
 import functools

@@ -47,7 +47,7 @@ class HistoryReader(ScheduledReader):
         self._document = whole_documents(self.documents, most=2 * self.num_lanes)
 
     def batch(self, step: int, lanes: Sequence[int]) -> Batch:
-        """The batch; `position` is as in the window without spans."""
+        """The rows `lanes` of the batch of a step, as arrays of numpy; `position` is as in the window without spans."""
         length, block, count = self.layout.config.window_length, self.window_length, self._windows_in_segment
         batch = empty_batch(len(lanes), self.segment_length, block)
         for row, lane in enumerate(lanes):

@@ -25,7 +25,15 @@ class TargetLosses:
     """
 
     def __init__(
-        self, model: Model, params: Any, mesh: Mesh, *, length: int, max_targets: int, batch_size: int, loss_slice=1024
+        self,
+        model: Model,
+        params: Any,
+        mesh: Mesh,
+        *,
+        length: int,
+        max_targets: int,
+        batch_size: int,
+        loss_slice: int = 1024,
     ):
         """Raises a UserError if the model does not read windows of this length.
 

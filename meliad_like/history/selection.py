@@ -54,27 +54,31 @@ def check_finite(scores: np.ndarray, scorer: str, stride: Stride, document: str)
         raise UserError(f"{scorer} gives no finite scores to spans for {place}: {way_out}")
 
 
-RANKINGS = ("random", "recent", "prefix_overlap", "overlap_oracle")
-"""Rankings by random numbers that depend on the seed and on the stride's place in its split; by the position in the
-document; by the tokens shared with the necessary prefix; and by those shared with the targets."""
-
-
 class Ranking(SpanScorer):
     """A `SpanScorer` that runs no model; its name is one of RANKINGS."""
 
     def __init__(self, name: str, config: HistoryConfig):
-        self.name, self.leaks_the_future, self._config = name, name == "overlap_oracle", config
+        self.name, self.leaks_the_future, self._config = name, name.endswith("oracle"), config
 
     def scores(self, document: Tokens, stride: Stride, ends: Ends) -> Scores:
-        if self.name == "recent":
-            return ends.astype(np.float32)
-        if self.name == "random":
-            # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
-            numbers = random_numbers(stride, self._config.seed + 1, len(ends)) >> np.uint64(40)
-            return numbers.astype(np.float32)
-        prefix, targets = necessary_prefix(document, stride, self._config), document[stride.first : stride.end]
-        text = {"prefix_overlap": prefix, "overlap_oracle": targets}[self.name]
-        return overlap(document, ends, text, self._config).astype(np.float32)
+        return RANKINGS[self.name](self._config, document, stride, ends).astype(np.float32)
+
+
+RANKINGS = {
+    # Other numbers than those that draw candidates; 24 bits of them, which float32 holds exactly.
+    "random": lambda config, document, stride, ends: (
+        random_numbers(stride, config.seed + 1, len(ends)) >> np.uint64(40)
+    ),
+    "recent": lambda config, document, stride, ends: ends,
+    "prefix_overlap": lambda config, document, stride, ends: overlap(
+        document, ends, necessary_prefix(document, stride, config), config
+    ),
+    "overlap_oracle": lambda config, document, stride, ends: overlap(
+        document, ends, document[stride.first : stride.end], config
+    ),
+}
+"""Functions of (config, document, stride, ends): random numbers that depend on the seed and on the stride's place in
+its split; the position in the document; the tokens shared with the necessary prefix; those shared with the targets."""
 
 
 def overlap(document: Tokens, ends: Ends, text: Int[np.ndarray, " n"], config: HistoryConfig) -> Real[np.ndarray, " m"]:

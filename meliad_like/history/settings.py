@@ -123,6 +123,8 @@ class SelectorTrainingConfig:
     def __post_init__(self):
         positive = ("num_steps", "batch_size", "validation_every", "encode_batch", "log_every", "checkpoints_kept")
         check_positive(self, positive)
+        if self.validation_every == 1:
+            raise UserError("SelectorTrainingConfig.validation_every=1 holds all documents out: it must be at least 2")
         check_not_negative(self, ("evaluate_every", "checkpoint_every"))
         check_seeds(self, ("seed",))
 

@@ -85,19 +85,21 @@ class Grid(NamedTuple):
         """
 
         def spec(x, axes):
-            return None if x is None else self.part(axes) if isinstance(axes, str) else axes
+            if x is None:
+                return None
+            return self.part(axes) if isinstance(axes, str) else axes
 
-        (inputs, read_axes), (outputs, written_axes) = ([*zip(*pairs)] for pairs in (read, written))
-        in_specs, out_specs = (
-            jax.tree.map(spec, arrays, axes, is_leaf=lambda x: x is None)
-            for arrays, axes in ((inputs, read_axes), (outputs, written_axes))
-        )
+        def specs(arrays, axes):
+            return jax.tree.map(spec, arrays, axes, is_leaf=lambda x: x is None)
+
+        inputs, read_axes = zip(*read)
+        outputs, written_axes = zip(*written)
         return pl.pallas_call(
             kernel,
             grid=tuple(self.programs.values()),
-            in_specs=in_specs,
+            in_specs=specs(inputs, read_axes),
             out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(outputs)),
-            out_specs=list(out_specs),
+            out_specs=list(specs(outputs, written_axes)),
             scratch_shapes=scratch,
             compiler_params=params,
             interpret=interpret,

@@ -33,7 +33,13 @@ PART = 128
 def operations(interpret: Interpret = False) -> Operations:
     """The kernels for a search by bucket, with the arguments of the functions in `memory_search`."""
 
-    def search(query, key, filled, count: int, kind: MemorySearch) -> Hits:
+    def search(
+        query: Float[Array, "b h t k"],
+        key: Float[Array, "b h m k"],
+        filled: Int[Array, " b"],
+        count: int,
+        kind: MemorySearch,
+    ) -> Hits:
         assert kind == "bucketed"
         shape = (*query.shape[:3], count)
         results = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -49,10 +55,14 @@ def operations(interpret: Interpret = False) -> Operations:
         result = jax.ShapeDtypeStruct((*slot.shape[:3], size), jnp.float32)
         return _run(kernel, count, filled, (x, row), memory, (result,), interpret)[0]
 
-    def products(query, memory, slot) -> Array:
+    def products(
+        query: Float[Array, "b h t k"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
+    ) -> Float[Array, "b h t j"]:
         return on_slots(_products_kernel, query, memory, slot, slot.shape[-1])
 
-    def mix(weights, memory, slot) -> Array:
+    def mix(
+        weights: Float[Array, "b h t j"], memory: Float[Array, "b h m k"], slot: Int[Array, "b h t j"]
+    ) -> Float[Array, "b h t k"]:
         return on_slots(_mix_kernel, weights.astype(jnp.float32), memory, slot, memory.shape[-1])
 
     return Operations(search, products, mix)

@@ -150,8 +150,8 @@ class _Grids:
         self.sequence = (first, "bc"), (inputs.key, "bgnk"), (inputs.until_end, "bcgrte"), (inputs.decay, "bcgrte")
         self.chunk = inputs, OF_CHUNK
         # The places of a head's group, and of the head in it.
-        of_head = {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}
-        of_head = {"g": "h"} if r == 1 else of_head
+        in_groups = {"g": lambda at: jax.lax.div(at["h"], r), "r": lambda at: jax.lax.rem(at["h"], r)}
+        of_head = in_groups if r > 1 else {"g": "h"}
         one = dict.fromkeys("bcghr")
         self.at_chunk = Grid({"c": c, "h": h, "b": b}, self.sizes | one | {"n": t}, {"n": "c"} | of_head)
         """One program for each chunk of each head."""

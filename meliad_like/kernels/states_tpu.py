@@ -113,11 +113,8 @@ def _call(options: Options, kernel, inputs, others, written, scratch=()) -> list
     scalars = jax.tree.map(lambda x: x.astype(jnp.int32), flags), scale.astype(jnp.float32)
     in_memory = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), scalars)
     read = (scalars, in_memory), (query, "bti"), (parts, _parts_of_head(parts, k)), *others
-    run, params, name = (
-        functools.partial(kernel, options),
-        tpu_params("parallel", "parallel"),
-        f"states{kernel.__name__}",
-    )
+    run, params = functools.partial(kernel, options), tpu_params("parallel", "parallel")
+    name = f"states{kernel.__name__}"
     return grid.call(run, read, written, params, scratch, interpret=options.interpret, name=name)
 
 

@@ -152,7 +152,7 @@ class RecordError(BadDocumentError):
 
 
 def raise_bad_document(message: str) -> NoReturn:
-    """With its argument, the `Reference` of a document that can't be read."""
+    """Raises a BadDocumentError: bound to its message, the `Reference` of a document that can't be read."""
     raise BadDocumentError(message)
 
 

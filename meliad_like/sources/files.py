@@ -140,8 +140,9 @@ def _open(
                 full_name, place = f"{split}/{name}/{file}", os.path.join(root, path)
                 contents.append(SourceFile(full_name, place, files[path], len(shards)))
             shards.append((partial(read_files, name, split, base, *reading),).__iter__)
-    dealt, at_once = by_share and not config.listed, READERS_AT_ONCE if is_remote(root) else 1
-    return Source(tuple(shards), len(shards), tuple(contents), dealt, passed_over, documents_at_once=at_once)
+    by_share = by_share and not config.listed
+    at_once = READERS_AT_ONCE if is_remote(root) else 1
+    return Source(tuple(shards), len(shards), tuple(contents), by_share, passed_over, documents_at_once=at_once)
 
 
 def read_files(

@@ -83,13 +83,29 @@ class Carries(NamedTuple):
     """The carry of the first reading at the previous segment's beginning. It is empty if the document began there."""
 
 
+class Kind(NamedTuple):
+    """A kind of intervention."""
+
+    description: str
+    """The memory that comes instead."""
+    memory: Callable[[Carries, Any, Any], Any]
+    """The function (carries, undisturbed carry at the exchange, empty carry) -> the carry with the new memory."""
+    frozen: bool = False
+    """Whether nothing is written to the memory up to the end of the segment."""
+
+
 KINDS = {
-    "shuffled": "the memory of another document, of the one that the next lane has read last",
-    "earlier": "the memory of the same document where the segment before began, which lacks what was read since",
-    "cleared": "an empty memory, as before a document",
-    "frozen": "its own memory, to which nothing is written any more",
+    "shuffled": Kind(
+        "the memory of another document, of the one that the next lane has read last",
+        lambda carries, carry, empty: take_lanes(carries.now, next_lanes(carries.now.position > 0)),
+    ),
+    "earlier": Kind(
+        "the memory of the same document where the segment before began, which lacks what was read since",
+        lambda carries, carry, empty: carries.earlier,
+    ),
+    "cleared": Kind("an empty memory, as before a document", lambda carries, carry, empty: empty),
+    "frozen": Kind("its own memory, to which nothing is written any more", lambda carries, carry, empty: carry, True),
 }
-"""The kinds of interventions, and what comes instead of the memory."""
 
 
 def next_lanes(filled: Bool[Array, " b"]) -> Int[Array, " b"]:
@@ -122,14 +138,14 @@ def losses_after(
     def reader(documents: Documents, _: int) -> LanesReader:
         return LanesReader(documents, lanes, every, window, shuffle=False, epochs=1, whole_segments=True)
 
-    step = partial(_step, kind, tuple(parts), np.asarray(documents.lengths))
+    step = partial(_step, KINDS[kind], tuple(parts), np.asarray(documents.lengths))
     reading_mode = ReadingMode(step, lambda module, b: Carries(*(module.init_carry(b) for _ in Carries._fields)))
     options = {"max_lanes": lanes, "loss_slice": run.training.loss_slice, "reading_mode": reading_mode}
     evaluator = Evaluator(model, documents, mesh, name=kind, segment_length=every, read=reader, **options)
     return evaluator.token_losses(params, on_progress)
 
 
-def _step(kind: str, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
+def _step(kind: Kind, names, lengths, model: Model, loss_slice: int, params, carries: Carries, batch: Batch):
     """Reads a segment of every lane twice, block by block: undisturbed, and after the exchange."""
     module, config = model.bind(params), model.config
     begins = batch.start[:, 0]
@@ -140,13 +156,7 @@ def _step(kind: str, names, lengths, model: Model, loss_slice: int, params, carr
 
     empty = module.init_carry(len(begins))
     undisturbed = choose_lanes(begins, empty, carries.now)
-    memories = {
-        "shuffled": take_lanes(carries.now, next_lanes(carries.now.position > 0)),
-        "earlier": carries.earlier,
-        "cleared": empty,
-        "frozen": undisturbed,
-    }
-    changed = with_memory(carries.disturbed, memories[kind])
+    changed = with_memory(carries.disturbed, kind.memory(carries, undisturbed, empty))
     # The last block of a document may end in padding, which must not become the memory of another document.
     whole = (batch.document >= 0) & (batch.position + config.window_length < jnp.asarray(lengths)[batch.document])
 
@@ -154,7 +164,7 @@ def _step(kind: str, names, lengths, model: Model, loss_slice: int, params, carr
         plain, disturbed = both
         inputs, targets, start, whole = block
         losses, carry = module.losses(inputs, targets, disturbed, start[:, None], slice_length=loss_slice)
-        carry = with_memory(carry, disturbed) if kind == "frozen" else carry
+        carry = with_memory(carry, disturbed) if kind.frozen else carry
         return (choose_lanes(whole, module(inputs, plain, start[:, None])[1], plain), carry), losses
 
     tokens = (rearrange(x, "b (c w) -> c b w", c=batch.start.shape[1]) for x in (batch.inputs, batch.targets))

@@ -60,8 +60,8 @@ def costs(
 def run(
     request: StudyRequest, *, kind: Sequence[str] = tuple(KINDS), part: Sequence[str] = (), every: int | None = None
 ) -> Study:
-    """The cost of exchanging parts of the carry (none: all but the window) for memories of each kind, once in `every`
-    tokens (None: a segment). UserError if the model remembers nothing, or no document is longer than `every`."""
+    """The cost of each kind of intervention (`KINDS`): parts of the carry (none: all but the window) are exchanged once
+    in `every` tokens (None: a segment). Raises a UserError if the model remembers nothing, or no document is longer."""
     studied = open_studied(request.checkpoint, request.gin_param, request.step)
     opened, window = studied.opened, studied.run.model.window_length
     parts, every = _parts(studied, request.checkpoint, part), every or studied.run.data.segment_length
@@ -102,7 +102,7 @@ def run(
             "much higher the loss becomes tells how much of what is predicted came from it.",
             f"Two readings of each document are compared. In the second one, {' and '.join(parts)} are exchanged every "
             f"{every:,} tokens, for memories of the first reading or for empty ones. What is not named, such as the "
-            "window, is not exchanged. " + " ".join(f"{each}: {KINDS[each]}." for each in kind),
+            "window, is not exchanged. " + " ".join(f"{each}: {KINDS[each].description}." for each in kind),
             *(_contrast(*figures) for figures in total[total["kind"] == CONTRAST][["cost", "low", "high"]].to_numpy()),
         ],
         parts=[

@@ -79,7 +79,12 @@ class TokenizersVocabulary(Vocabulary):
     kind, file_name = "tokenizers", TOKENIZER_NAME
 
     def __init__(
-        self, tokenizer_json: str, end_token: str, size_multiple=1, stop_tokens: Sequence[int] = (), begin_token=""
+        self,
+        tokenizer_json: str,
+        end_token: str,
+        size_multiple: int = 1,
+        stop_tokens: Sequence[int] = (),
+        begin_token: str = "",
     ):
         """`tokenizer_json` is the contents of a tokenizer.json; documents end with `end_token`, and begin with
         `begin_token` ("": none). Raises a UserError if it is no such BPE, or texts are encoded to its end token."""

@@ -62,7 +62,8 @@ class SelectorInputs:
 
 
 def make_inputs(history: HistoryConfig, selector: SelectorConfig, vocabulary: Vocabulary) -> SelectorInputs:
-    """Raises a UserError if the separator is not one token of the vocabulary, or there is no text besides the span."""
+    """The inputs of a selector. Raises a UserError if the separator is not one token of the vocabulary, or there is no
+    text besides the span."""
     leaks = selector.context == "released_code"
     own_length = history.recent_length if leaks else history.prefix_length
     length = own_length if selector.context_tokens is None else selector.context_tokens

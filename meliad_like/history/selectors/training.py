@@ -190,7 +190,12 @@ class SelectorTraining:
             writer.show(step, label(f"loss {figures['loss']:.4f}", self.leaks))
 
     def evaluate(
-        self, pairs: pd.DataFrame, texts: Callable[..., Texts], writer: MetricsWriter, step: int, state: TrainState
+        self,
+        pairs: pd.DataFrame,
+        texts: Callable[[pd.DataFrame], Texts],
+        writer: MetricsWriter,
+        step: int,
+        state: TrainState,
     ) -> None:
         """Logs how well the scores of the pairs that are held out are predicted, and keeps the best parameters."""
         shards = lane_shards(self.mesh)
