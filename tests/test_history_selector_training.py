@@ -191,6 +191,7 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"validation_every": 1}, "validation_every=1 holds all documents out: it must be at least 2"),
         # jax takes seeds modulo 2**32, and none that are longer than 64 bits.
         ({"seed": 2**32}, "SelectorTrainingConfig.seed=4294967296 must not be negative, and below 2\\*\\*32"),
     ],
