@@ -158,7 +158,7 @@ class Configs:
         )
 
     def nemotron_h(self) -> Any:
-        attention = self.attention(head_dim=self.pick(8, 16), tie_word_embeddings=False, attention_bias=False)
+        attention = self.attention(head_dim=self.pick(8, 16), attention_bias=False)
         del attention["rms_norm_eps"]
         return transformers.NemotronHConfig(
             **attention,

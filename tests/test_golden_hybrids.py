@@ -68,6 +68,16 @@ def test_an_older_file_says_the_same(kind, tmp_path):
     assert old.model.config.shape == new.model.config.shape
 
 
+def test_nemotron_h_has_an_output_embedding_of_its_own_whatever_its_file_says(tmp_path):
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "untied").mkdir()
+    models = [
+        load("nemotron_h", tmp_path / name, {"tie_word_embeddings": name == "tied"}) for name in ("tied", "untied")
+    ]
+    assert not models[0].model.config.tied_embedding
+    jax.tree.map(np.testing.assert_array_equal, *(lm.params for lm in models))
+
+
 def test_an_older_scaling_is_that_of_full_attention():
     saved = json.loads(str(golden("olmo3")["config"])) | {"rope_parameters": None, "rope_theta": 30.0}
     scaling = {"rope_type": "linear", "factor": 3.0}

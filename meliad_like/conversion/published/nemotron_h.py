@@ -61,6 +61,8 @@ class NemotronHFamily(Family):
             head_size=k,
             feedforwards=(PlainFeedForward("squared_relu"),) * ("feedforward" in entries),
             feedforward_bias=fields("mlp_bias", bool, False),
+            # As in transformers, whatever the file says.
+            tied_embedding=False,
             norm_epsilon=epsilon,
         )
 

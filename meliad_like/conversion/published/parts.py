@@ -123,12 +123,13 @@ def decoder(
         fields.only("hidden_act", "silu", "swish")
     sizes = {ours: fields.sizes(theirs)[0] for ours, theirs in SIZES.items() if ours not in others}
     sizes |= others
+    usual = {"logit_scale": 1.0, "head_size": sizes["model_width"] // sizes["num_heads"]}
+    usual |= {"tied_embedding": fields("tie_word_embeddings", bool, tied)}
     return DecoderConfig(
-        **{"logit_scale": 1.0, "head_size": sizes["model_width"] // sizes["num_heads"]} | sizes,
+        **usual | sizes,
         num_layers=len(entries),
         pattern=shortest_period(entries),
         mixers=tuple(mixers),
-        tied_embedding=fields("tie_word_embeddings", bool, tied),
         window_length=BLOCK,
     )
 
