@@ -211,9 +211,10 @@ def prepare_part(
         raise UserError(f"--part makes parts of a new token store alone: the same command without it adds to {folder}")
     opened = fill_splits(source, opened)
     with locked(parts / ".lock"):
-        if not (parts / PARTS_NAME).exists():
+        if (parts / PARTS_NAME).exists():
+            _check_parts(parts, work, number)
+        else:
             write_json(parts / PARTS_NAME, _identity(work, number))
-        _check_parts(parts, work, number)
         if not (parts / VOCABULARY_NAME).exists():
             with whole_folder(parts / VOCABULARY_NAME) as incomplete:
                 _make_vocabulary(source, opened, vocabulary).save(incomplete)
