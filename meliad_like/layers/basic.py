@@ -85,8 +85,19 @@ def for_all(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "...
     return (jnp.ones((math.prod(batch), 1), x.dtype) @ x.reshape(1, -1)).reshape(*batch, *x.shape)
 
 
-def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None) -> Float[Array, "n o"]:
-    """`x @ kernel`; on a CPU a factor of the kernel's gradient is transposed (`transposes_before_products`).
+def times_column(x: Float[Array, "*batch n"], factor: Float[Array, "*batch 1"]) -> Float[Array, "*batch n"]:
+    """`x * factor`; on a CPU the sums for the gradient of the factor are products (`sums_by_products`)."""
+    # XLA's own sums over an axis of a matrix are fast.
+    if sums_by_products() and x.ndim > 2:
+        factor = factor @ jnp.ones((1, x.shape[-1]), factor.dtype)
+    return x * factor
+
+
+def product(
+    x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = None, *, shares_x: bool = False
+) -> Float[Array, "n o"]:
+    """`x @ kernel`; on a CPU a factor of the kernel's gradient is transposed (`transposes_before_products`), which is
+    `x` if other products share it.
 
     With a `dtype`, both factors are rounded to it, here and for the gradient of `x`; sums and the kernel's gradient are
     not. A function with its own backward pass has no forward-mode derivative (`jax.jvp`) in JAX; so on other platforms
@@ -94,28 +105,32 @@ def product(x: Float[Array, "n i"], kernel: Float[Array, "i o"], dtype: Any = No
     """
     if dtype is None and not transposes_before_products():
         return x @ kernel
-    return _product(x, kernel, dtype)
+    return _product(x, kernel, dtype, shares_x)
 
 
-def _rounded_product(x: Array, y: Array, dtype: Any) -> Array:
+def _rounded_product(x: Array, y: Array, dtype: Any, _: bool = False) -> Array:
     rounded = x.dtype if dtype is None else dtype
     return jnp.matmul(x.astype(rounded), y.astype(rounded), preferred_element_type=x.dtype)
 
 
-def _product_backward(dtype, saved, cotangent):
+def _product_backward(dtype, shares_x, saved, cotangent):
     x, kernel = saved
     if not transposes_before_products():
         kernel_cotangent = x.T @ cotangent
     # The barriers keep XLA from undoing the transpositions.
-    elif kernel.shape[0] > kernel.shape[1]:
+    elif kernel.shape[0] > kernel.shape[1] and not shares_x:
         kernel_cotangent = jax.lax.optimization_barrier(jax.lax.optimization_barrier(cotangent.T) @ x).T
     else:
         kernel_cotangent = jax.lax.optimization_barrier(x.T) @ cotangent
     return _rounded_product(cotangent, kernel.T, dtype), kernel_cotangent
 
 
-_product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2,))
-_product.defvjp(lambda x, kernel, dtype: (_rounded_product(x, kernel, dtype), (x, kernel)), _product_backward)
+def _product_forward(x, kernel, dtype, shares_x):
+    return _rounded_product(x, kernel, dtype), (x, kernel)
+
+
+_product = jax.custom_vjp(_rounded_product, nondiff_argnums=(2, 3))
+_product.defvjp(_product_forward, _product_backward)
 
 
 def scores(x: Float[Array, "*batch i"], table: Float[Array, "v i"]) -> Float[Array, "*batch v"]:
@@ -215,12 +230,14 @@ class Linear(nnx.Module):
         matmul_dtype: str | None = None,
     ):
         self.matmul_dtype = matmul_dtype
+        # The projections of a layer share their input.
+        self.shares_x = axes[0] == "model"
         self.kernel = parameter(rngs.params(), initializer, (size_in, size_out), axes, "matrix")
         biased = bias_initializer is not None
         self.bias = parameter(rngs.params(), bias_initializer, (size_out,), axes[1:], "bias") if biased else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype)
+        y = product(rows(x), self.kernel[...].astype(x.dtype), self.matmul_dtype, shares_x=self.shares_x)
         if self.bias is not None:
             y = (y.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
         return checkpoint_name(y, LINEAR).reshape(*x.shape[:-1], -1)
@@ -248,7 +265,7 @@ def project(x: Float[Array, "... i"], *projections: Callable[[Array], Array]) ->
 def over_root_mean_square(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
     """Each vector divided by its root mean square, in float32."""
     y = x.astype(jnp.float32)
-    return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return times_column(y, jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon))
 
 
 class RMSNorm(nnx.Module):

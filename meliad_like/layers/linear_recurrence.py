@@ -24,7 +24,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from meliad_like.layers.backend import adds_heads_one_by_one, fills_whole_triangles, sums_by_products
-from meliad_like.layers.basic import for_all
+from meliad_like.layers.basic import for_all, times_column
 from meliad_like.layers.sharding import from_left, scan_in_order
 
 
@@ -123,11 +123,6 @@ def read_chunks(
     else:
         read += (decay * query) @ before.mT
     return rearrange(matrix, "b g r p k -> b (g r) p k"), rearrange(read, "c b g r t p -> b (g r) (c t) p")
-
-
-def times_column(x: Float[Array, "*batch t n"], factor: Float[Array, "*batch t 1"]) -> Float[Array, "*batch t n"]:
-    """`x * factor`; on a CPU the sums for the gradient of the factor are products (`sums_by_products`)."""
-    return x * (exact_product(factor, jnp.ones((1, x.shape[-1]), x.dtype)) if sums_by_products() else factor)
 
 
 def written(

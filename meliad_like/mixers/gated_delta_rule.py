@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads, unit
-from meliad_like.layers.basic import Linear, parameter, project
+from meliad_like.layers.basic import Linear, for_all, parameter, project
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
@@ -92,8 +92,9 @@ class DeltaRule(MatrixRecurrence):
         return Rule(query / math.sqrt(key_size), key, value, self.log_decay(decay), strength), gate
 
     def output(self, y, needed):
-        scale = jnp.tile(self.norm_scale[...], self.sizes.heads)
-        return self.gated(merge_heads(y) * scale, needed.astype(jnp.float32)).astype(needed.dtype)
+        y = merge_heads(y)
+        scale = for_all(jnp.tile(self.norm_scale[...], self.sizes.heads), y.shape)
+        return self.gated(y * scale, needed.astype(jnp.float32)).astype(needed.dtype)
 
 
 class GatedDeltaRuleMixer(DeltaRule):

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from meliad_like.layers.attention import split_heads
-from meliad_like.layers.basic import over_root_mean_square, parameter
+from meliad_like.layers.basic import for_all, over_root_mean_square, parameter
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import MatrixConfig, Sizes
 from meliad_like.mixers.retention import NORM_EPSILON, ConstantDecay
@@ -31,7 +31,8 @@ class LightningMixer(ConstantDecay):
         return [split_heads(jax.nn.silu(x), self.sizes.heads) for x in projected]
 
     def gated(self, y, gate):
-        return over_root_mean_square(y, NORM_EPSILON) * self.norm_scale[...] * jax.nn.sigmoid(gate)
+        y = over_root_mean_square(y, NORM_EPSILON)
+        return y * for_all(self.norm_scale[...], y.shape) * jax.nn.sigmoid(gate)
 
 
 @MIXERS.register("lightning_attention")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from meliad_like.errors import UserError
 from meliad_like.layers.attention import merge_heads, split_heads
-from meliad_like.layers.basic import Linear, over_root_mean_square, parameter, project, uniform
+from meliad_like.layers.basic import Linear, for_all, over_root_mean_square, parameter, project, uniform
 from meliad_like.layers.linear_recurrence import Rule, inverse_softplus_step, log_uniform_rate
 from meliad_like.mixers.base import MIXERS, DecoderShape
 from meliad_like.mixers.matrix_recurrence import ConvolvedMatrixConfig, MatrixRecurrence, Sizes
@@ -68,17 +68,18 @@ class Mamba2Block(MatrixRecurrence):
         config, (step, gate) = self.config, others
         if self.filter_bias is not None:
             inputs = map(jnp.add, inputs, self._parts(self.filter_bias[...]))
-        value, key, query = map(jax.nn.silu, inputs)
+        merged, key, query = map(jax.nn.silu, inputs)
         step = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
         step = jnp.clip(step, config.min_step, config.max_step)
         log_decay = split_heads(-jnp.exp(self.log_rate[...]) * step, self.sizes.heads)
-        value, step = split_heads(value, self.sizes.heads), split_heads(step, self.sizes.heads)
+        value, step = split_heads(merged, self.sizes.heads), split_heads(step, self.sizes.heads)
         query, key = (split_heads(y, config.num_groups) for y in (query, key))
-        return Rule(query, key, value, log_decay, None, step), (value, gate)
+        return Rule(query, key, value, log_decay, None, step), (merged, gate)
 
     def output(self, y, needed):
         value, gate = needed
-        y, factor = merge_heads(y + self.skip[...][:, None, None] * value), jax.nn.silu(gate.astype(jnp.float32))
+        skip = for_all(jnp.repeat(self.skip[...], self.sizes.value_size), value.shape)
+        y, factor = merge_heads(y) + skip * value, jax.nn.silu(gate.astype(jnp.float32))
         y = self._normed(y) * factor if self.config.norm == "before_gate" else self._normed(y * factor)
         return y.astype(gate.dtype)
 
@@ -88,7 +89,8 @@ class Mamba2Block(MatrixRecurrence):
             return y
         groups = rearrange(y, "b n (g i) -> b n g i", g=self.config.num_groups)
         y = over_root_mean_square(groups, self.config.norm_epsilon)
-        return rearrange(y, "b n g i -> b n (g i)") * self.norm_scale[...]
+        y = rearrange(y, "b n g i -> b n (g i)")
+        return y * for_all(self.norm_scale[...], y.shape)
 
 
 @MIXERS.register("mamba2")
