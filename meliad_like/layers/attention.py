@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from meliad_like.layers.basic import SOFTMAX, UNIT, for_all
+from meliad_like.layers.basic import SOFTMAX, UNIT, for_all, times_column
 
 MASKED = -np.inf
 """The score of a masked key, whose weight is exactly 0."""
@@ -58,7 +58,7 @@ def unit_and_factor(x: Float[Array, "... k"]) -> tuple[Float[Array, "... k"], Fl
 def _unit_jvp(primals, tangents):
     y, factor = (checkpoint_name(part, UNIT) for part in unit_and_factor(*primals))
     along, tangent = y.astype(jnp.float32), tangents[0].astype(jnp.float32)
-    tangent -= along * jnp.sum(along * tangent, axis=-1, keepdims=True)
+    tangent -= times_column(along, jnp.sum(along * tangent, axis=-1, keepdims=True))
     return y, (factor * tangent).astype(y.dtype)
 
 
@@ -154,7 +154,8 @@ def average(mixed: Float[Array, "*batch k"], total: Float[Array, "*batch 1"], dt
 @average.defjvp
 def _average_jvp(dtype, primals, tangents):
     y = average(*primals, dtype)
-    return y, ((tangents[0] - y.astype(jnp.float32) * tangents[1]) / jnp.maximum(primals[1], 1)).astype(dtype)
+    tangent = tangents[0] - times_column(y.astype(jnp.float32), tangents[1])
+    return y, (tangent / jnp.maximum(primals[1], 1)).astype(dtype)
 
 
 def attend(
