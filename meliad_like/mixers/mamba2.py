@@ -68,13 +68,13 @@ class Mamba2Block(MatrixRecurrence):
         config, (step, gate) = self.config, others
         if self.filter_bias is not None:
             inputs = map(jnp.add, inputs, self._parts(self.filter_bias[...]))
-        merged, key, query = map(jax.nn.silu, inputs)
+        value, key, query = map(jax.nn.silu, inputs)
         step = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
         step = jnp.clip(step, config.min_step, config.max_step)
         log_decay = split_heads(-jnp.exp(self.log_rate[...]) * step, self.sizes.heads)
-        value, step = split_heads(merged, self.sizes.heads), split_heads(step, self.sizes.heads)
         query, key = (split_heads(y, config.num_groups) for y in (query, key))
-        return Rule(query, key, value, log_decay, None, step), (merged, gate)
+        by_head, step = split_heads(value, self.sizes.heads), split_heads(step, self.sizes.heads)
+        return Rule(query, key, by_head, log_decay, None, step), (value, gate)
 
     def output(self, y, needed):
         value, gate = needed
